@@ -43,9 +43,26 @@ pub(crate) unsafe fn tensor_from_raw_parts(
     if len == 0 {
         return Ok(Tensor::new(meta, Storage::default(), 0)?);
     }
-    let start = std::ptr::with_exposed_provenance(start);
-    let bytes = Bytes::from_owner(ForeignMemory { start, len, _owner: owner });
+    // SAFETY: the caller guarantees it.
+    let bytes = unsafe { bytes_from_raw_parts(start, len, owner) };
     Ok(Tensor::new(meta, bytes.into(), 0)?)
+}
+
+/// Returns the `len` bytes at the address `start`, in memory that `owner` keeps alive.
+///
+/// # Safety
+///
+/// As [`tensor_from_raw_parts`]: the memory has `len` bytes, and no code writes to them.
+pub(crate) unsafe fn bytes_from_raw_parts(
+    start: usize,
+    len: usize,
+    owner: impl Send + 'static,
+) -> Bytes {
+    if len == 0 {
+        return Bytes::new();
+    }
+    let start = std::ptr::with_exposed_provenance(start);
+    Bytes::from_owner(ForeignMemory { start, len, _owner: owner })
 }
 
 /// Cache of objects made from tensors, by the location of the tensor: one object for equal memory.

@@ -199,6 +199,41 @@ impl<'py> TargetImporter<'py> {
         Ok((targets, filling.staging.take()))
     }
 
+    /// Allocates a tensor of torch, to be filled with stored elements from which another is computed.
+    ///
+    /// It is on the device of `result`, unless the store cannot fill memory there, or it `is_on_host`.
+    pub(crate) fn allocate_source(
+        &self,
+        result: &Bound<'py, PyAny>,
+        meta: &TensorMeta,
+        is_on_host: bool,
+    ) -> Result<(Bound<'py, PyAny>, Tensor)> {
+        let py = result.py();
+        let Some(torch) =
+            self.0.torch.as_ref().filter(|_| result.hasattr("is_cuda").unwrap_or(false))
+        else {
+            let advice = "give a tensor of torch";
+            return Err(BindingError::untyped_leaf("only torch computes it", advice).into());
+        };
+        let shape = PyTuple::new(py, meta.shape())?;
+        let allocate = |device: Bound<'py, PyAny>| -> Result<Bound<'py, PyAny>> {
+            let options = PyDict::new(py);
+            options.set_item("dtype", torch.torch_dtype(meta.dtype())?)?;
+            options.set_item("device", device)?;
+            Ok(torch.module.getattr("empty")?.call((&shape,), Some(&options))?)
+        };
+        let flags = TensorFlags::default();
+        if !is_on_host {
+            let source = allocate(result.getattr("device")?)?;
+            if let Ok(tensor) = torch.try_share(&source, flags, self.devices())? {
+                return Ok((source, tensor));
+            }
+        }
+        let source = allocate(PyString::new(py, "cpu").into_any())?;
+        let tensor = torch.import_tensor(&source, flags, self.devices())?;
+        Ok((source, tensor))
+    }
+
     /// Returns the GPU memory of the tensors to fill.
     pub(crate) fn devices(&self) -> &DeviceRegions {
         &self.0.devices

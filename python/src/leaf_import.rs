@@ -1,12 +1,14 @@
 //! Import of plain tensors and arrays, to be stored or to be filled.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
+use bytes::Bytes;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tssd_format::{Dtype, DtypeClass, Region, Storage, Tensor, TensorFlags};
+use tssd_format::{Cast, Dtype, DtypeClass, Region, Storage, Tensor, TensorFlags, TensorMeta};
 use tssd_gpu::Stream;
 use tssd_store::pieces;
 
@@ -34,6 +36,8 @@ pub(crate) struct CastRule<'py> {
     part: Option<ObjectPart>,
     /// Tensors that were cast, so that tied tensors stay tied.
     cast_cache: CopyCache<'py>,
+    /// Storages that are cast when they are read, by address, length and dtype, so that tied tensors stay tied.
+    cast_storages: RefCell<BTreeMap<(usize, usize, Dtype), Storage>>,
 }
 
 /// A selection of the local tensors of an object.
@@ -79,13 +83,17 @@ impl<'py> CastRule<'py> {
         })?;
         let keep = keep.cloned().unwrap_or_else(|| PyTuple::empty(py).into_any());
         let keep_matcher = py.import("tssd._names")?.call_method1("matcher", (keep,))?;
-        Ok(Self { dtype, keep_matcher, part: None, cast_cache: CopyCache::default() })
+        Ok(Self::from_parts(dtype, keep_matcher, None))
     }
 
     /// Returns the same rule for one part of each object.
     pub(crate) fn with_part(&self, part: ObjectPart) -> Self {
-        let keep_matcher = self.keep_matcher.clone();
-        Self { dtype: self.dtype, keep_matcher, part: Some(part), cast_cache: CopyCache::default() }
+        Self::from_parts(self.dtype, self.keep_matcher.clone(), Some(part))
+    }
+
+    fn from_parts(dtype: Dtype, keep_matcher: Bound<'py, PyAny>, part: Option<ObjectPart>) -> Self {
+        let (cast_cache, cast_storages) = (CopyCache::default(), RefCell::default());
+        Self { dtype, keep_matcher, part, cast_cache, cast_storages }
     }
 
     /// Splits a large object into parts that are cast one after another; `None` if it is not split.
@@ -174,6 +182,71 @@ impl<'py> CastRule<'py> {
         // The scale of a dtype with fewer than 16 bits is stored elsewhere.
         let is_wide = dtype.is_some_and(|dtype| is_floating(dtype) && dtype.itemsize() >= 2);
         Ok(is_wide && dtype != Some(self.dtype) && self.keep_matcher.call1((fqn(),))?.is_none())
+    }
+
+    /// Imports a torch tensor in host memory so that it is cast when it is written. `None`: there is no such cast.
+    fn import_cast_torch(
+        &self,
+        torch: &Torch<'py>,
+        tensor: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+        devices: &DeviceRegions,
+    ) -> Result<Option<Tensor>> {
+        let py = tensor.py();
+        let dtype = torch.to_dtype(&tensor.getattr(intern!(py, "dtype"))?);
+        let is_cpu = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
+        let Some(cast) = dtype.filter(|_| is_cpu).and_then(|from| Cast::between(from, self.dtype))
+        else {
+            return Ok(None);
+        };
+        let mut view = tensor.clone();
+        if let Some(region) = self.region() {
+            view = region_view(&view.call_method0("detach")?, region)?;
+        }
+        let source = torch.import_resolved(&view, flags, devices)?;
+        if source.meta().numel() == 0 {
+            return Ok(Some(Tensor::new(self.cast_meta(source.meta())?, Storage::default(), 0)?));
+        }
+        let offset: u64 = view.call_method0(intern!(py, "storage_offset"))?.extract()?;
+        let storage = self.cast_storage(cast, source.meta().dtype(), Torch::storage_memory(&view)?);
+        let offset = offset * self.dtype.itemsize();
+        Ok(Some(Tensor::new(self.cast_meta(source.meta())?, storage, offset)?))
+    }
+
+    /// Imports an array of numpy so that it is cast when it is written. `None`: there is no such cast.
+    fn import_cast_numpy(
+        &self,
+        numpy: &Numpy<'py>,
+        array: &Bound<'py, PyAny>,
+        flags: TensorFlags,
+    ) -> Result<Option<Tensor>> {
+        let dtype = numpy.to_dtype(&array.getattr("dtype")?)?;
+        let Some(cast) = Cast::between(dtype, self.dtype) else { return Ok(None) };
+        let view = match self.region() {
+            Some(region) => region_view(array, region)?,
+            None => array.clone(),
+        };
+        let source = numpy.import_array(&view, flags)?;
+        let meta = self.cast_meta(source.meta())?;
+        let Some(elements) = source.storage().bytes().filter(|bytes| !bytes.is_empty()) else {
+            return Ok(Some(Tensor::new(meta, Storage::default(), 0)?));
+        };
+        let storage = self.cast_storage(cast, dtype, elements.clone());
+        Ok(Some(Tensor::new(meta, storage, 0)?))
+    }
+
+    /// Returns the metadata of a cast tensor.
+    fn cast_meta(&self, meta: &TensorMeta) -> Result<TensorMeta> {
+        let cast = TensorMeta::new(self.dtype, meta.shape())?.with_strides(&meta.strides())?;
+        Ok(cast.with_flags(meta.flags()))
+    }
+
+    /// Returns the storage with the cast elements, the same one for the same memory.
+    fn cast_storage(&self, cast: Cast, from: Dtype, elements: Bytes) -> Storage {
+        // The storage keeps the memory alive, so no other tensor gets its address.
+        let key = (elements.as_ptr().addr(), elements.len(), from);
+        let mut storages = self.cast_storages.borrow_mut();
+        storages.entry(key).or_insert_with(|| cast.storage(elements)).clone()
     }
 
     /// Casts a torch tensor to the target dtype.
@@ -315,6 +388,9 @@ impl<'py> ImportPurpose<'py> {
                     return torch.import_tensor(tensor, flags, devices);
                 }
                 let tensor = torch.resolve_storable(tensor)?;
+                if let Some(cast) = transfer.import_cast_torch(torch, &tensor, flags, devices)? {
+                    return Ok(cast);
+                }
                 torch.import_resolved(&transfer.cast_torch(torch, &tensor)?, flags, devices)
             }
             Self::Fill(filling) => {
@@ -391,6 +467,9 @@ impl<'py> ImportPurpose<'py> {
                 let dtype = numpy.to_dtype(&array.getattr("dtype")?).ok();
                 if !transfer.should_cast(dtype, fqn)? {
                     return numpy.import_array(array, flags);
+                }
+                if let Some(cast) = transfer.import_cast_numpy(numpy, array, flags)? {
+                    return Ok(cast);
                 }
                 let target = numpy.numpy_dtype(transfer.dtype)?;
                 if let Some(region) = transfer.region() {

@@ -27,6 +27,21 @@ pub(crate) struct Piece {
     dims: Vec<usize>,
 }
 
+impl Piece {
+    /// Returns the shape of the tensor that pieces cover, given its rank.
+    pub(crate) fn value_shape(pieces: &[Self], rank: usize) -> Vec<u64> {
+        let mut shape = vec![0; rank];
+        for piece in pieces {
+            let mut end: Vec<u64> = piece.offsets.iter().map(|offset| offset + 1).collect();
+            for (&dim, &size) in piece.dims.iter().zip(&piece.sizes) {
+                end[dim] = piece.offsets[dim] + size;
+            }
+            shape = shape.iter().zip(&end).map(|(size, end)| *size.max(end)).collect();
+        }
+        shape
+    }
+}
+
 /// A tensor of the process that does not fit its rule: its fqn, the kind of the error, and the text.
 #[derive(FromPyObject)]
 pub(crate) struct Problem(pub(crate) String, pub(crate) String, pub(crate) String);
@@ -36,8 +51,16 @@ pub(crate) fn problem_kind(kind: &str) -> &'static str {
     ["NotFound", "SliceMismatch"].into_iter().find(|known| *known == kind).unwrap_or("invalid")
 }
 
-/// The pieces of each tensor that has a rule, and the tensors that do not fit their rules.
-pub(crate) type Plan = (BTreeMap<String, Vec<Piece>>, Vec<Problem>);
+/// The plan of a get or a put: a `_Plan` of `tssd/mapping.py`.
+#[derive(FromPyObject)]
+pub(crate) struct Plan<'py>(
+    /// The pieces of each tensor that has a rule, by its fqn.
+    pub(crate) BTreeMap<String, Vec<Piece>>,
+    /// The tensors that do not fit their rules.
+    pub(crate) Vec<Problem>,
+    /// What computes tensors from their pieces, by the fqn of the tensor.
+    pub(crate) BTreeMap<String, Bound<'py, PyAny>>,
+);
 
 /// Shapes of tensors by fqn, in elements.
 type Shapes<'py> = BTreeMap<&'py str, &'py [u64]>;
@@ -58,7 +81,7 @@ impl<'py> Mapping<'py> {
     }
 
     /// Plans a get into tensors of these shapes, from stored tensors of the others.
-    pub(crate) fn plan_get(&self, shapes: &Shapes<'_>, stored: &Shapes<'_>) -> Result<Plan> {
+    pub(crate) fn plan_get(&self, shapes: &Shapes<'_>, stored: &Shapes<'_>) -> Result<Plan<'py>> {
         let py = self.0.py();
         let plan = (to_tuples(py, shapes)?, to_tuples(py, stored)?);
         Ok(self.0.call_method1(intern!(py, "_plan_get"), plan)?.extract()?)
@@ -79,7 +102,7 @@ impl<'py> Mapping<'py> {
             .filter_map(|(fqn, value)| Some((fqn.as_str(), global_shape(value)?)))
             .collect();
         let plan = self.0.call_method1(intern!(py, "_plan_put"), (to_tuples(py, &shapes)?,))?;
-        let (plans, problems): Plan = plan.extract()?;
+        let Plan(plans, problems, _) = plan.extract()?;
         if let Some(Problem(fqn, kind, text)) = problems.first() {
             return Err(BindingError::new(problem_kind(kind), text).with_fqn(fqn).into());
         }

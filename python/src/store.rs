@@ -48,7 +48,7 @@ mod subscription;
 use self::arguments::After;
 pub(crate) use self::pin::PyPin;
 pub(crate) use self::receiver::PyReceiver;
-use self::report::{get_report, put_report, version_info};
+use self::report::{GetDetails, get_report, put_report, version_info};
 use self::select::select;
 pub(crate) use self::staged_version::StagedVersion;
 pub(crate) use self::subscription::PySubscription;
@@ -447,8 +447,9 @@ impl Store {
                 let mapping = mapping.as_ref();
                 let options = FillOptions { mapping, strict, cast, allow_pickle };
                 let (filled, differences) = fill_state_dict(&read, into, options)?;
-                let FillResult { report, copy_stats } = filled;
-                let report = || get_report(py, &report, 0, &differences, copy_stats);
+                let FillResult { report, copy_stats: copied, staged_bytes: staged } = filled;
+                let details = GetDetails { staged, copied, ..GetDetails::default() };
+                let report = || get_report(py, &report, &differences, details);
                 return Ok((into.clone(), return_report.then(report).transpose()?));
             }
             let root = match names {
@@ -460,8 +461,8 @@ impl Store {
             let maker =
                 ObjectBuilder::new(py, &version, &version, framework).allow_pickle(allow_pickle);
             let no_differences = Differences::default();
-            let report =
-                || get_report(py, &version.report, version.viewed_bytes, &no_differences, None);
+            let details = GetDetails { viewed: version.viewed_bytes, ..GetDetails::default() };
+            let report = || get_report(py, &version.report, &no_differences, details);
             let report = return_report.then(report).transpose()?;
             Ok::<_, Failure>((maker.build_state_dict()?, report))
         };

@@ -3,6 +3,7 @@
 
 use std::cell::OnceCell;
 
+use bytes::Bytes;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
@@ -13,7 +14,7 @@ use tssd_store::ErrorKind;
 use crate::device::DeviceRegions;
 use crate::dlpack::export_capsule;
 use crate::error::{BindingError, Failure, Result, require_listed};
-use crate::foreign_memory::{CopyCache, tensor_from_raw_parts};
+use crate::foreign_memory::{CopyCache, bytes_from_raw_parts, tensor_from_raw_parts};
 use crate::memory::MemoryBlock;
 
 /// The module torch, with cached attributes.
@@ -303,6 +304,17 @@ impl<'py> Torch<'py> {
         ))
     }
 
+    /// Returns the bytes of the storage of a tensor in host memory, without a copy.
+    pub(crate) fn storage_memory(tensor: &Bound<'py, PyAny>) -> Result<Bytes> {
+        let py = tensor.py();
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let len: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        // SAFETY: the storage has `len` bytes from `start`, and the owner keeps it alive. The docstrings require that the
+        // caller does not change the tensors meanwhile.
+        Ok(unsafe { bytes_from_raw_parts(start, len, storage.unbind()) })
+    }
+
     /// Rejects tensors that have no memory, or that cannot be filled in place.
     pub(crate) fn check_fillable(tensor: &Bound<'py, PyAny>) -> Result<()> {
         if tensor.getattr(intern!(tensor.py(), "is_meta"))?.is_truthy()? {
@@ -330,7 +342,7 @@ impl<'py> Torch<'py> {
         Ok(())
     }
 
-    /// CopyCache a tensor from a device to the host. Equal views of one storage become one copy.
+    /// Copies a tensor from a device to the host. Equal views of one storage become one copy.
     fn copy_to_host(&self, tensor: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
         let copy = || Ok(tensor.call_method0("detach")?.call_method0("cpu")?);
         self.host_copies.get_or_insert_with(tensor, Self::memory_key(tensor)?, copy)

@@ -298,7 +298,7 @@ def test_put_options_are_values() -> None:
     options = tssd.PutOptions(keep_dtype=("norm",), rewind=True)
     assert repr(options) == (
         "PutOptions(on_divergence='error', replicas='primary', keep_dtype=('norm',), require_transport=None, "
-        "rewind=True, residency='host')"
+        "rewind=True, residency='host', check_finite=False)"
     )
     assert dataclasses.replace(options, rewind=False) == tssd.PutOptions(keep_dtype=("norm",)) != options
     assert pickle.loads(pickle.dumps(options)) == options and len({options, options}) == 1
@@ -327,6 +327,7 @@ def test_put_rejects_options_of_wrong_type(store: tssd.Store) -> None:
         (tssd.PutOptions(keep_dtype=3), "not iterable"),  # type: ignore[arg-type]
         (tssd.PutOptions(require_transport=3), "require_transport is a str or None, not 3"),  # type: ignore[arg-type]
         (tssd.PutOptions(rewind="no"), "rewind is a bool, not 'no'"),  # type: ignore[arg-type]
+        (tssd.PutOptions(check_finite=1), "check_finite is a bool, not 1"),  # type: ignore[arg-type]
         (tssd.PutOptions(residency=None), "or a tssd.Ring, not None"),  # type: ignore[arg-type]
     ]
     for wrong, text in cases:
@@ -666,6 +667,10 @@ def test_transfer_dtype_casts_floats(store: tssd.Store) -> None:
     }
     assert np.array_equal(got["weight"], weight.astype(np.float16))
     assert np.shares_memory(got["weight"], got["tied"]) and weight.dtype == np.float64
+    single = {"w": weight.astype(np.float32), "t": weight.astype(np.float32).reshape(5, 1).T, "e": np.ones((0, 3), np.float32)}
+    store.put_state_dict(single, "single", transfer_dtype="float16")
+    for name, value in store.get_state_dict("single").items():
+        assert np.array_equal(np.asarray(value), single[name].astype(np.float16)), name
     for wrong in ("int8", "nothing"):
         with pytest.raises(TypeError, match="floating"):
             store.put_state_dict(arrays, "policy", transfer_dtype=wrong)

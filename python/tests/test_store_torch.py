@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 from pathlib import Path
@@ -113,6 +114,79 @@ def test_tensor_properties_roundtrip(store: tssd.Store) -> None:
     for name, expected in computed.items():
         assert not got[name].is_conj() and not got[name].is_neg()
         assert torch.equal(got[name], expected.clone())
+
+
+@pytest.mark.parametrize("pair", ["float32 bfloat16", "float32 float16", "float64 float32", "bfloat16 float32", "float16 float32"])
+def test_cast_equals_that_of_torch(store: tssd.Store, pair: str) -> None:
+    source, target = (getattr(torch, name) for name in pair.split())
+    base = torch.randn(40, 50).to(source)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42, 65_519.9, 65_520.0, 3.4e38, -1e-8]).to(source)
+    state = {
+        "base": base,
+        "transposed": base.T,
+        "row": base[7],
+        "every third": base.flatten()[5::3],
+        "expanded": base[:1].expand(60, 50),
+        "scalar": base[3, 4],
+        "nothing": base[:0],
+        "special": special,
+        # A cast is done in blocks: this tensor has several, and ends within one.
+        "large": torch.randn(700, 501).to(source),
+        "parameter": nn.Parameter(base[2:5]),
+    }
+    report = store.put_state_dict(state, "x", transfer_dtype=target)
+    with store.publish("parts", bucket_bytes=1 << 16, transfer_dtype=target) as publisher:
+        for name, tensor in state.items():
+            publisher.put(name, tensor)
+    for got in (store.get_state_dict("x"), store.get_state_dict("parts")):
+        for name, tensor in state.items():
+            expected = tensor.detach().to(target)
+            assert got[name].dtype == target and got[name].shape == expected.shape, name
+            assert torch.equal(got[name].nan_to_num(1234.0), expected.nan_to_num(1234.0)), name
+            assert torch.equal(got[name].isnan(), expected.isnan()), name
+            assert torch.equal(got[name].signbit()[~expected.isnan()], expected.signbit()[~expected.isnan()]), name
+    got = store.get_state_dict("x")
+    assert got["base"].untyped_storage().data_ptr() == got["transposed"].untyped_storage().data_ptr()
+    assert isinstance(got["parameter"], nn.Parameter)
+    # Tied tensors are stored once, and of an expanded one no more than its memory.
+    assert report.bytes < (40 * 50 + 700 * 501) * target.itemsize + 40_000
+
+
+@pytest.mark.parametrize("kind", ["put", "publish", "later"])
+def test_check_finite_names_the_element(store: tssd.Store, kind: str) -> None:
+    def put(state: dict[str, Any], **more: Any) -> Any:
+        options = tssd.PutOptions(check_finite=True)
+        if kind == "put":
+            return store.put_state_dict(state, "x", options=options, **more)
+        if kind == "later":
+            return store.put_state_dict(state, "x", options=options, wait=False, **more).result(30)
+        with store.publish("x", options=options, bucket_bytes=64, **more) as publisher:
+            for name, tensor in state.items():
+                publisher.put(name, tensor)
+        return None
+
+    weight = torch.ones(6, 8)
+    put({"w": weight, "ids": torch.arange(3)})
+    for value in (math.nan, math.inf, -math.inf):
+        bad = weight.clone()
+        bad[4, 5] = value
+        with pytest.raises(ValueError, match=r"(?s)elements are NaN or infinite: the first is in `layer.w` at \[4, 5\].*check_finite"):
+            put({"a": weight, "layer.w": bad})
+    big = weight.clone()
+    big[2, 3] = 70_000.0
+    # It is infinite only in the dtype in which it is stored.
+    put({"w": big})
+    with pytest.raises(ValueError, match="`w` at"):
+        put({"w": big}, transfer_dtype=torch.float16)
+    # Elements between those of a tensor are not stored.
+    gaps = torch.full((6, 16), math.nan)
+    gaps[:, ::2] = 1
+    put({"w": gaps[:, ::2]})
+    shard = tssd.TensorShard(torch.tensor([1.0, math.nan]), tssd.TensorSlice([2], None, [4], [2], None))
+    with pytest.raises(ValueError, match=r"`w` at \[3\]"):
+        put({"w": shard}, writers=2, writer=1, job="run")
+    assert same(store.get_state_dict("x"), {"w": gaps[:, ::2]}) or kind != "put"
+    assert "x" in store.keys()
 
 
 def test_cast_in_parts_equals_whole_cast(store: tssd.Store) -> None:

@@ -34,6 +34,8 @@ class PutOptions:
             `receiver` of the key. The put returns when all of these have received them. Only tensors are sent.
             "in_place": as "ring", but receivers copy directly from tensors in the memory of a GPU, if the driver
             allows it.
+        check_finite: whether the put fails if an element of a tensor is NaN or infinite, in the dtype in which it is
+            stored. It reads all elements once more. Nothing is stored then.
     """
 
     on_divergence: Literal["error", "lowest", "keep"] = "error"
@@ -42,3 +44,4 @@ class PutOptions:
     require_transport: Literal["cuda_ipc", "file", "memory", "object", "shared_memory", "tcp", "tls"] | None = None
     rewind: bool = False
     residency: Literal["host", "device", "ring", "in_place"] | Ring = "host"
+    check_finite: bool = False

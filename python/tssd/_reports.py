@@ -91,6 +91,8 @@ class GetReport:
         bytes_needed: the number of tensor bytes that were requested.
         bytes_transferred: the number of tensor bytes that were copied, or are seen through views.
         bytes_viewed: the number of these bytes that are seen through views.
+        bytes_staged: the number of bytes that were copied to temporary tensors first, because the tensors in `into` are
+            cast, computed, or on a device that the store cannot write to.
         bytes_received: the number of bytes received over a connection, from another host or a bucket. It can exceed the
             number of requested bytes: only whole chunks can be verified, and a longer range can be cheaper than
             another request.
@@ -112,6 +114,7 @@ class GetReport:
     bytes_needed: int
     bytes_transferred: int
     bytes_viewed: int
+    bytes_staged: int
     bytes_received: int
     bytes_verified: int
     transport: str

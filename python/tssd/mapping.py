@@ -12,6 +12,8 @@
 A rule has the name of a tensor of the process, and an expression of stored tensors that has its elements. With
 `get_state_dict` the store copies the stored parts into the tensor, without a temporary tensor. With `put_state_dict`
 the parts of the tensor are stored under their own names. Tensors without a rule have the same name on both sides.
+
+`quantize` and `block_scales` compute: what they read is in temporary tensors, which the report counts as `bytes_staged`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,21 @@ from collections.abc import Mapping as _Dict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from . import _block_scaling
+from ._block_scaling import Transform
 from ._errors import TssdError, new_exception
 
-__all__ = ["Expression", "Mapping", "fuse", "narrow", "shard", "stack", "transpose"]
+__all__ = [
+    "Expression",
+    "Mapping",
+    "block_scales",
+    "fuse",
+    "narrow",
+    "quantize",
+    "shard",
+    "stack",
+    "transpose",
+]
 
 _Shape = tuple[int, ...]
 
@@ -90,6 +104,10 @@ class Expression:
 
     def _children(self) -> tuple[Expression, ...]:
         return ()
+
+    def _transform(self, value: _Value) -> Transform | None:
+        """Returns what computes the tensor from the value. None: the tensor is the value."""
+        return None
 
     def _placeholders(self) -> set[str]:
         """Returns the placeholders that the rule must bind."""
@@ -299,6 +317,28 @@ class _Transpose(_OfOne):
         return order
 
 
+@dataclass(frozen=True)
+class _Quantize(_OfOne):
+    """A tensor with elements of 8 bits, or its scales."""
+
+    block: tuple[int, int]
+    has_scales: bool
+
+    def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
+        value = self.part._value(bindings, stored)
+        if len(value.shape) < 2:
+            raise _Problem("SliceMismatch", f"a tensor of shape {list(value.shape)} has no blocks: it needs 2 dimensions")
+        return value
+
+    def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
+        names = ", ".join(f"`{bindings.name(name)}`" for name in self.part._templates())
+        raise _Problem("invalid", f"a rule that quantizes cannot put: {names} cannot be computed from it")
+
+    def _transform(self, value: _Value) -> Transform:
+        kind = _block_scaling.Scales if self.has_scales else _block_scaling.Elements
+        return kind(value.shape, self.block)
+
+
 def fuse(*parts: str | Expression, dim: int = 0, sizes: Iterable[int] | None = None) -> Expression:
     """Concatenates tensors, as `torch.cat`.
 
@@ -377,9 +417,58 @@ def transpose(part: str | Expression, dim0: int, dim1: int) -> Expression:
     return _Transpose(_expression(part), dim0, dim1)
 
 
+def quantize(part: str | Expression, block: tuple[int, int] = (128, 128)) -> Expression:
+    """Quantizes a tensor to float8_e4m3fn, with one scale for each block. Only for gets, and the outermost part of a rule.
+
+    The blocks are those of the global tensor, so each rank gets the elements that a quantization of the whole tensor has.
+    A rank whose shard cuts blocks reads these blocks whole.
+
+    Args:
+        part: the name of a stored tensor, or an expression. Its elements are floating, and of at least 16 bits.
+        block: the shape of a block, in the last two dimensions. Blocks at the end can be smaller.
+
+    Example:
+        ```
+        Mapping({
+            "{p:path}.weight": quantize("{p}.weight"),
+            "{p:path}.weight_scale_inv": block_scales("{p}.weight"),
+        })
+        ```
+    """
+    return _Quantize(_expression(part), _block(block), False)
+
+
+def block_scales(part: str | Expression, block: tuple[int, int] = (128, 128)) -> Expression:
+    """Returns the scales of `quantize` of a tensor, as float32: the element is the quantized one times its scale.
+
+    The last two dimensions have one scale for each block. The scale is the largest magnitude of the block divided by 448,
+    and 1 for a block of zeros.
+
+    Args:
+        part: the name of a stored tensor, or an expression, as in `quantize`.
+        block: the shape of a block, in the last two dimensions, as in `quantize`.
+    """
+    return _Quantize(_expression(part), _block(block), True)
+
+
+def _block(block: tuple[int, int]) -> tuple[int, int]:
+    if len(block) != 2 or min(block) < 1:
+        raise _invalid(f"a block has two sizes of at least 1, not {block!r}")
+    return block[0], block[1]
+
+
 class _Rule(NamedTuple):
     pattern: re.Pattern[str]
     expression: Expression
+
+
+class _Plan(NamedTuple):
+    """The pieces of each tensor with a rule, the tensors that do not fit their rules, and what computes tensors."""
+
+    pieces: dict[str, list[_Piece]]
+    # The name of the tensor, the error kind and the text.
+    problems: list[tuple[str, str, str]]
+    transforms: dict[str, Transform]
 
 
 @dataclass(frozen=True)
@@ -388,7 +477,7 @@ class Mapping:
 
     Args:
         rules: names of tensors of the process, each with the name of a stored tensor, or an expression: `fuse`,
-            `stack`, `narrow`, `shard`, `transpose`. The first rule whose name fits is used. A name can have
+            `stack`, `narrow`, `shard`, `transpose`, `quantize`, `block_scales`. The first rule whose name fits is used. A name can have
             placeholders, as routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a
             number, and `{name:path}` any text. The stored names repeat them: `{name}`.
 
@@ -421,29 +510,30 @@ class Mapping:
         self,
         shapes: _Dict[str, _Shape],
         evaluate: Callable[[Expression, _Bindings, _Shape], _Value],
-    ) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
-        plans, problems = {}, []
+    ) -> _Plan:
+        plans, problems, transforms = {}, [], {}
         for name, shape in shapes.items():
             found = self._find(name)
             if found is None:
                 continue
             try:
                 value = evaluate(*found, shape)
-                if value.shape != shape:
-                    text = f"it has shape {list(shape)}, its stored parts {list(value.shape)}"
+                transform = found[0]._transform(value)
+                result = value.shape if transform is None else transform.shape
+                if result != shape:
+                    text = f"it has shape {list(shape)}, its stored parts {list(result)}"
                     raise _Problem("SliceMismatch", text)
+                if transform is not None:
+                    transforms[name] = transform
                 plans[name] = value.pieces
             except _Problem as problem:
                 problems.append((name, problem.kind, f"`{name}`: {problem}"))
-        return plans, problems
+        return _Plan(plans, problems, transforms)
 
-    def _plan_get(
-        self, shapes: _Dict[str, _Shape], stored: _Dict[str, _Shape]
-    ) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
-        """Returns the pieces of each tensor with a rule, and the tensors that do not fit: name, error kind, text."""
+    def _plan_get(self, shapes: _Dict[str, _Shape], stored: _Dict[str, _Shape]) -> _Plan:
         return self._plan(shapes, lambda expression, bindings, _: expression._value(bindings, stored))
 
-    def _plan_put(self, shapes: _Dict[str, _Shape]) -> tuple[dict[str, list[_Piece]], list[tuple[str, str, str]]]:
+    def _plan_put(self, shapes: _Dict[str, _Shape]) -> _Plan:
         """As `_plan_get`, with the shapes of the stored tensors inferred."""
 
         def evaluate(expression: Expression, bindings: _Bindings, shape: _Shape) -> _Value:
@@ -471,11 +561,19 @@ def _compile(name: str, expression: str | Expression) -> _Rule:
         end = match.end()
     pattern += re.escape(name[end:])
     compiled = _expression(expression)
+    if any(isinstance(inner, _Quantize) for outer in _walk(compiled) for inner in outer._children()):
+        raise _invalid(f"`{name}`: quantize and block_scales are the outermost part of a rule")
     unbound = compiled._placeholders() - bound
     if unbound:
         names = ", ".join(f"`{{{placeholder}}}`" for placeholder in sorted(unbound))
         raise _invalid(f"`{name}` does not have the placeholder {names} of its stored tensors")
     return _Rule(re.compile(pattern), compiled)
+
+
+def _walk(expression: Expression) -> Iterable[Expression]:
+    yield expression
+    for child in expression._children():
+        yield from _walk(child)
 
 
 def _expression(part: str | Expression) -> Expression:

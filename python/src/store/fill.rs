@@ -22,16 +22,19 @@ use crate::device::{DeviceRegions, DeviceTarget};
 use crate::error::{BindingError, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
 use crate::leaf_import::is_floating;
-use crate::mapping::{Mapping, Piece, Problem, problem_kind, split_tensor};
+use crate::mapping::{Mapping, Piece, Plan, Problem, problem_kind, split_tensor};
 use crate::store::connection::{Connection, VersionRead};
 use crate::store::loaded_tree::LoadedTree;
 
 /// Staging: everything about a fill but the copy to the caller's tensors.
 mod stage;
+/// Tensors that are computed from stored elements.
+mod transform;
 /// Comparison of wrappers in `into` with the stored ones.
 mod wrapper;
 
 pub(crate) use self::stage::StagedTargets;
+use self::transform::{Computation, Transform};
 use self::wrapper::{TENSORS_KEY, WrapperTarget};
 
 /// A batch is filled once its staging tensors have this many bytes.
@@ -66,6 +69,8 @@ pub(crate) struct FillResult {
     pub(crate) report: GetReport,
     /// The copies to devices. `None` if there were none.
     pub(crate) copy_stats: Option<CopyStats>,
+    /// Bytes of the staging tensors.
+    pub(crate) staged_bytes: u64,
 }
 
 /// A tensor in `into`.
@@ -80,6 +85,8 @@ struct Leaf<'py> {
     is_in_wrapper: bool,
     /// The stored tensors that it consists of. `None`: the stored tensor of its fqn.
     pieces: Option<Vec<Piece>>,
+    /// What computes it from its pieces. `None`: it consists of them.
+    transform: Option<Transform<'py>>,
     /// The reason why it does not fit its rule of the mapping.
     problem: Option<Problem>,
 }
@@ -91,7 +98,8 @@ impl<'py> Leaf<'py> {
         (dtype, shape): (Option<Dtype>, Vec<u64>),
         is_in_wrapper: bool,
     ) -> Self {
-        Self { fqn, object, dtype, shape, is_in_wrapper, pieces: None, problem: None }
+        let (pieces, transform, problem) = (None, None, None);
+        Self { fqn, object, dtype, shape, is_in_wrapper, pieces, transform, problem }
     }
 }
 
@@ -272,7 +280,7 @@ fn match_tree<'py>(
     read: &VersionRead<'_>,
     importer: &TargetImporter<'py>,
     into: &Bound<'py, PyAny>,
-    options: FillOptions<'_, '_>,
+    options: FillOptions<'_, 'py>,
 ) -> Result<MatchedTree<'py>> {
     let py = into.py();
     let LeafCollector { mut tensors, wrappers, slots, .. } =
@@ -308,10 +316,10 @@ fn match_tree<'py>(
 /// # Errors
 ///
 /// As [`match_tree`], before the first byte of a tensor is written.
-pub(crate) fn fill_state_dict(
+pub(crate) fn fill_state_dict<'py>(
     read: &VersionRead<'_>,
-    into: &Bound<'_, PyAny>,
-    options: FillOptions<'_, '_>,
+    into: &Bound<'py, PyAny>,
+    options: FillOptions<'_, 'py>,
 ) -> Result<(FillResult, Differences)> {
     let py = into.py();
     let mut importer = TargetImporter::new(py)?;
@@ -326,9 +334,9 @@ pub(crate) fn fill_state_dict(
 }
 
 /// Sets the pieces of the tensors that have a rule in the mapping.
-fn apply_mapping(
-    mapping: &Mapping<'_>,
-    tensors: &mut [Leaf<'_>],
+fn apply_mapping<'py>(
+    mapping: &Mapping<'py>,
+    tensors: &mut [Leaf<'py>],
     stored: &BTreeMap<String, &Node>,
 ) -> Result<()> {
     let wanted = tensors.iter().map(|leaf| (leaf.fqn.as_str(), leaf.shape.as_slice())).collect();
@@ -336,11 +344,12 @@ fn apply_mapping(
         .iter()
         .filter_map(|(fqn, node)| Some((fqn.as_str(), TensorLeaf::of(node)?.global_shape())))
         .collect();
-    let (mut plans, problems) = mapping.plan_get(&wanted, &stored)?;
+    let Plan(mut plans, problems, mut transforms) = mapping.plan_get(&wanted, &stored)?;
     let mut problems: BTreeMap<String, Problem> =
         problems.into_iter().map(|problem| (problem.0.clone(), problem)).collect();
     for leaf in tensors {
         leaf.pieces = plans.remove(&leaf.fqn);
+        leaf.transform = transforms.remove(&leaf.fqn).map(Transform::new).transpose()?;
         leaf.problem = problems.remove(&leaf.fqn);
     }
     Ok(())
@@ -522,6 +531,16 @@ fn match_leaves<'py>(
             let (own, dtype, other) = (names[0], first.dtype(), other.dtype());
             let text = format!("`{}`: `{own}` is stored as {dtype}, `{part}` as {other}", leaf.fqn);
             mismatches.push((&leaf.fqn, "WrongType", text));
+        } else if let Some(transform) = &leaf.transform {
+            let (made, stored) = (transform.dtype, first.dtype());
+            if leaf.dtype.is_some_and(|own| own != made) {
+                let own = leaf.dtype.expect("it was just looked at");
+                let text = format!("`{}` is {own}, its rule computes {made}", leaf.fqn);
+                mismatches.push((&leaf.fqn, "WrongType", text));
+            } else if !is_floating(stored) || stored.itemsize() < 2 {
+                let text = format!("`{}` cannot be computed from {stored}", leaf.fqn);
+                mismatches.push((&leaf.fqn, "WrongType", text));
+            }
         } else if let Some(own) = leaf.dtype
             && own != first.dtype()
         {
@@ -589,6 +608,8 @@ struct Batch<'py> {
     objects: Vec<Bound<'py, PyAny>>,
     /// The caller's tensors that cannot be filled directly, each with its staging tensor.
     staged: StagingPairs<'py>,
+    /// The boxes that are computed.
+    computations: Vec<Computation<'py>>,
     /// The size of the staging tensors.
     staged_bytes: u64,
 }
@@ -602,6 +623,9 @@ impl<'py> Batch<'py> {
         stored: Dtype,
         is_buffered: bool,
     ) -> Result<()> {
+        if let (Some(transform), Some(pieces)) = (&leaf.transform, &leaf.pieces) {
+            return self.add_computed(importer, leaf, (transform, pieces), stored, is_buffered);
+        }
         let imported = importer.import_targets(&leaf.object, stored, is_buffered);
         let (imported, staged) = imported.map_err(|error| error.with_fqn(&leaf.fqn))?;
         if !staged.is_empty() {
@@ -633,25 +657,29 @@ fn fill_leaves<'py>(
     leaves: Vec<(Leaf<'py>, Dtype)>,
 ) -> Result<FillResult> {
     let mut report = read.reader.report();
-    let mut batch = Batch::default();
+    let (mut batch, mut staged_bytes) = (Batch::default(), 0);
     for (leaf, stored) in leaves {
         batch.add(importer, &leaf, stored, false)?;
         if batch.staged_bytes >= BATCH_STAGED_BYTES {
+            staged_bytes += batch.staged_bytes;
             std::mem::take(&mut batch).fill(py, read, &mut report)?;
             importer.devices().release();
         }
     }
+    staged_bytes += batch.staged_bytes;
     batch.fill(py, read, &mut report)?;
     let last = read.reader.report();
     (report.bytes_received, report.bytes_verified) = (last.bytes_received, last.bytes_verified);
     report.seconds = last.seconds;
-    Ok(FillResult { report, copy_stats: importer.devices().copy_stats().snapshot() })
+    let copy_stats = importer.devices().copy_stats().snapshot();
+    Ok(FillResult { report, copy_stats, staged_bytes })
 }
 
 impl Batch<'_> {
     /// Fills all targets, and adds to the counts of `report`.
     fn fill(self, py: Python<'_>, read: &VersionRead<'_>, report: &mut GetReport) -> Result<()> {
         fill_rounds(py, read, &split_into_rounds(self.targets), report)?;
+        self.computations.iter().try_for_each(Computation::run)?;
         finish_fill(py, &self.staged, self.objects)
     }
 }

@@ -106,6 +106,7 @@ impl PutArguments<'_> {
             },
             residency: options.residency,
             rewind: if options.rewind { Rewind::Always } else { Rewind::IfRunsEnded },
+            check_finite: options.check_finite,
             allow_opaque: true,
             require_transport: options.require_transport,
             ..PutOptions::default()
@@ -159,6 +160,7 @@ pub(super) struct PyPutOptions<'py> {
     pub(super) keep_dtype: Option<Bound<'py, PyAny>>,
     require_transport: Option<Transport>,
     rewind: bool,
+    check_finite: bool,
     residency: Residency,
 }
 
@@ -203,6 +205,7 @@ impl<'py> PyPutOptions<'py> {
             keep_dtype: Some(options.getattr("keep_dtype")?),
             require_transport: require_transport.as_deref().map(parse_transport).transpose()?,
             rewind: extract_field(options, "rewind", "a bool")?,
+            check_finite: extract_field(options, "check_finite", "a bool")?,
             residency: extract_residency(&options.getattr("residency")?)?,
         })
     }

@@ -61,14 +61,25 @@ pub(super) fn put_report<'py>(
     Ok(class.call((), Some(&fields))?)
 }
 
-/// Returns a `GetReport`. `viewed` is the number of bytes that the caller sees through views.
+/// What the report of a get says about this process.
+#[derive(Default)]
+pub(super) struct GetDetails {
+    /// Number of bytes that the caller sees through views.
+    pub(super) viewed: u64,
+    /// Number of bytes in staging tensors.
+    pub(super) staged: u64,
+    /// The copies to devices. `None` if there were none.
+    pub(super) copied: Option<CopyStats>,
+}
+
+/// Returns a `GetReport`.
 pub(super) fn get_report<'py>(
     py: Python<'py>,
     report: &GetReport,
-    viewed: u64,
     differences: &Differences,
-    copied: Option<CopyStats>,
+    details: GetDetails,
 ) -> Result<Bound<'py, PyAny>> {
+    let GetDetails { viewed, staged, copied } = details;
     let fields = PyDict::new(py);
     fields.set_item("version", report.version)?;
     fields.set_item("epoch", report.epoch)?;
@@ -77,6 +88,7 @@ pub(super) fn get_report<'py>(
     fields.set_item("bytes_needed", report.bytes_needed)?;
     fields.set_item("bytes_transferred", report.bytes_transferred)?;
     fields.set_item("bytes_viewed", viewed)?;
+    fields.set_item("bytes_staged", staged)?;
     fields.set_item("bytes_received", report.bytes_received)?;
     fields.set_item("bytes_verified", report.bytes_verified)?;
     fields.set_item("transport", report.transport.to_string())?;

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use tssd_store::{GetOptions, GetReport, Key, VersionReader};
 
-use super::report::get_report;
+use super::report::{GetDetails, get_report};
 use crate::error::Result;
 use crate::store::connection::{Connection, Deadline, VersionRead};
 use crate::store::fill::{Differences, FillOptions, StagedTargets};
@@ -22,6 +22,8 @@ pub(crate) struct StagedVersion {
     key: Key,
     report: GetReport,
     differences: Differences,
+    /// Number of bytes in staging tensors.
+    staged_bytes: u64,
     /// `None` once it is closed.
     staged: Mutex<Option<Staged>>,
 }
@@ -41,10 +43,11 @@ impl StagedVersion {
         options: FillOptions<'_, '_>,
     ) -> Result<Self> {
         let (targets, report, differences) = StagedTargets::stage(read, into, options)?;
+        let staged_bytes = targets.buffered_bytes();
         let unverified = GetOptions { unverified: true, ..read.reader.options().clone() };
         let reader = read.reader.with_options(&unverified)?;
         let staged = Mutex::new(Some(Staged { reader, targets }));
-        Ok(Self { connection, key, report, differences, staged })
+        Ok(Self { connection, key, report, differences, staged_bytes, staged })
     }
 }
 
@@ -78,7 +81,8 @@ impl StagedVersion {
     /// in the memory of this host, or only compressed.
     #[getter]
     fn report<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
-        get_report(py, &self.report, 0, &self.differences, None)
+        let details = GetDetails { staged: self.staged_bytes, ..GetDetails::default() };
+        get_report(py, &self.report, &self.differences, details)
     }
 
     /// Copies the bytes to the tensors of `into`, from the memory of this host.

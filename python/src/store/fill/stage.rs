@@ -5,9 +5,10 @@ use pyo3::prelude::*;
 use tssd_format::{Dtype, ShardSpec, TensorSlice};
 use tssd_store::{GetReport, LeafPart};
 
+use super::transform::{Transform, UnboundComputation, UnboundTransform};
 use super::{
-    Batch, Differences, FillOptions, FillTarget, Leaf, MatchedTree, fill_leaves, fill_rounds,
-    finish_fill, increment_versions, match_tree, split_into_rounds,
+    Batch, Computation, Differences, FillOptions, FillTarget, Leaf, MatchedTree, fill_leaves,
+    fill_rounds, finish_fill, increment_versions, match_tree, split_into_rounds,
 };
 use crate::error::Result;
 use crate::importer::TargetImporter;
@@ -20,6 +21,8 @@ pub(crate) struct StagedTargets {
     direct: Vec<(UnboundLeaf, Dtype)>,
     /// Tensors whose bytes are in staging tensors, each with its staging tensor.
     buffered: Vec<(Py<PyAny>, Py<PyAny>)>,
+    /// Boxes that are computed from staging tensors.
+    computations: Vec<UnboundComputation>,
     buffered_objects: Vec<Py<PyAny>>,
     /// Leaves that are no tensors: the container, the key and the value.
     values: Vec<(Py<PyAny>, Py<PyAny>, Py<PyAny>)>,
@@ -36,19 +39,22 @@ struct UnboundLeaf {
     shape: Vec<u64>,
     is_in_wrapper: bool,
     pieces: Option<Vec<Piece>>,
+    transform: Option<UnboundTransform>,
 }
 
 impl UnboundLeaf {
     fn new(leaf: Leaf<'_>) -> Self {
-        let Leaf { fqn, object, dtype, shape, is_in_wrapper, pieces, .. } = leaf;
-        Self { fqn, object: object.unbind(), dtype, shape, is_in_wrapper, pieces }
+        let Leaf { fqn, object, dtype, shape, is_in_wrapper, pieces, transform, .. } = leaf;
+        let (object, transform) = (object.unbind(), transform.map(Transform::unbind));
+        Self { fqn, object, dtype, shape, is_in_wrapper, pieces, transform }
     }
 
     fn bind<'py>(&self, py: Python<'py>) -> Leaf<'py> {
         let object = self.object.bind(py).clone();
         let found = (self.dtype, self.shape.clone());
         let leaf = Leaf::new(self.fqn.clone(), object, found, self.is_in_wrapper);
-        Leaf { pieces: self.pieces.clone(), ..leaf }
+        let transform = self.transform.as_ref().map(|transform| transform.bind(py));
+        Leaf { pieces: self.pieces.clone(), transform, ..leaf }
     }
 }
 
@@ -62,10 +68,10 @@ impl StagedTargets {
     /// # Errors
     ///
     /// As [`fill_state_dict`](super::fill_state_dict). No tensor of `into` is written.
-    pub(crate) fn stage(
+    pub(crate) fn stage<'py>(
         read: &VersionRead<'_>,
-        into: &Bound<'_, PyAny>,
-        options: FillOptions<'_, '_>,
+        into: &Bound<'py, PyAny>,
+        options: FillOptions<'_, 'py>,
     ) -> Result<(Self, GetReport, Differences)> {
         let py = into.py();
         let mut importer = TargetImporter::new(py)?;
@@ -77,7 +83,8 @@ impl StagedTargets {
         for (leaf, stored) in &leaves {
             let mut batch = Batch::default();
             // With its own dtype, a tensor needs no staging memory.
-            batch.add(&mut importer, leaf, leaf.dtype.unwrap_or(*stored), false)?;
+            let dtype = if leaf.transform.is_some() { None } else { leaf.dtype };
+            batch.add(&mut importer, leaf, dtype.unwrap_or(*stored), false)?;
             counts.push(batch.targets.len());
             parts.extend(batch.targets.into_iter().map(FillTarget::into_part));
         }
@@ -106,6 +113,7 @@ impl StagedTargets {
                 .into_iter()
                 .map(|(object, staged)| (object.unbind(), staged.unbind()))
                 .collect(),
+            computations: buffered.computations.into_iter().map(Computation::unbind).collect(),
             buffered_objects: buffered.objects.into_iter().map(Bound::unbind).collect(),
             values: values
                 .into_iter()
@@ -123,6 +131,11 @@ impl StagedTargets {
         Ok((staged, report, differences))
     }
 
+    /// Returns the number of bytes in staging tensors.
+    pub(crate) fn buffered_bytes(&self) -> u64 {
+        self.buffered_bytes
+    }
+
     /// Copies the bytes to the tensors of `into`. Returns the number of bytes. It can be repeated.
     ///
     /// `read` does not verify: the bytes are verified already. The memory of the tensors is looked up now, because they may
@@ -136,6 +149,9 @@ impl StagedTargets {
             .iter()
             .map(|(object, staged)| (object.bind(py).clone(), staged.bind(py).clone()))
             .collect();
+        for computation in &self.computations {
+            computation.bind(py).run()?;
+        }
         finish_fill(py, &pairs, bind(py, &self.buffered_objects))?;
         for (container, key, value) in &self.values {
             container.bind(py).set_item(key, value)?;

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed
+from torch.distributed.tensor import DTensor
 from vllm.distributed.weight_transfer.base import (
     ModuleSource,
     TrainerInitInfo,
@@ -35,6 +36,7 @@ class TrainerInit(TrainerInitInfo):
         mapping: the checkpoint tensors that the parameters of the trainer consist of, as for `Store.put_state_dict`.
             The engine takes the names of checkpoints. transformers 5 stacks the experts of a model, for example.
         transfer_dtype: the dtype in which floating tensors are stored, as for `Store.put_state_dict`.
+        check_finite: whether a put fails if a weight is NaN or infinite. The engine keeps the weights that it has.
         timeout: how many seconds to wait for other ranks, and for the engine.
     """
 
@@ -45,6 +47,7 @@ class TrainerInit(TrainerInitInfo):
     engine_store: str | None = None
     mapping: Mapping | None = None
     transfer_dtype: Any = None
+    check_finite: bool = False
     timeout: float = 300.0
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -95,13 +98,17 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         Args:
             version: the version number, the same on all ranks. None: one more than the highest one.
         """
+        state, writers = self._local_state()
         report = self._store.put_state_dict(
-            self._local_state(),
+            state,
             self._info.key,
             version=version,
+            writers=writers,
+            writer=None if writers is None else self.rank,
             mapping=self._info.mapping,
             transfer_dtype=self._info.transfer_dtype,
             timeout=self._info.timeout,
+            options=tssd.PutOptions(check_finite=self._info.check_finite),
         )
         self._version = report.version
         self._report("trainer", bytes_needed=report.bytes, put_seconds=report.seconds)
@@ -165,19 +172,60 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
             SyncRecord(key=self._info.key, version=self._version, role=role, source=self._store.url, **numbers)
         )
 
-    def _local_state(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of this rank: shards stay shards."""
+    def _local_state(self) -> tuple[dict[str, Any], int | None]:
+        """Returns the tensors that this rank puts, and the number of ranks that put. None: the meshes of DTensors say it.
+
+        Shards stay shards.
+        """
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if isinstance(self.source, ModuleSource):
-            return {name: parameter.detach() for name, parameter in self.source._module.named_parameters()}
-        # A source of another kind yields whole tensors. Its iteration is a collective of all ranks.
+            parameters = {name: parameter.detach() for name, parameter in self.source._module.named_parameters()}
+            if ranks == 1 or any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+                return parameters, None
+            # Every rank has all tensors: each puts some of them.
+            own = {name: tensor for at, (name, tensor) in enumerate(parameters.items()) if at % ranks == self.rank}
+            return own, ranks
         if not hasattr(self.source, "iter_full"):
             # vLLM 0.32.
             if self.source.held_names() is not None:
                 raise NotImplementedError("tssd does not support sources of which each rank holds a part, in vLLM 0.32")
-            return self._kept(self.source, lambda name: 0)
-        owners = {meta.name: meta.owners for meta in self.source.metadata}
-        return self._kept(self.source.iter_full(), lambda name: min(owners[name] or (0,)))
+            return {name: tensor for name, tensor in self.source if self.rank == 0}, ranks
+        metas = {meta.name: meta for meta in self.source.metadata}
+        if self.source.implements_iter_local():
+            shards = {name: local_shard(metas[name], tensor, self.rank) for name, tensor in self.source.iter_local()}
+            return {name: shard for name, shard in shards.items() if shard is not None}, ranks
+        # Its iteration is a collective of all ranks. The first owner of a tensor puts it.
+        full = self.source.iter_full()
+        return {name: tensor for name, tensor in full if self.rank == min(metas[name].owners or (0,))}, ranks
 
-    def _kept(self, pairs: Any, owner: Callable[[str], int]) -> dict[str, torch.Tensor]:
-        """Returns the tensors that this rank puts: each is put by one of its owners."""
-        return {name: tensor for name, tensor in pairs if owner(name) == self.rank}
+
+def local_shard(meta: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor | tssd.TensorShard[Any] | None:
+    """Returns the shard that a rank has of a parameter. None: another rank puts the same elements.
+
+    Args:
+        meta: the `ParamMeta` of vLLM 0.33: the mesh of the owners, row-major, and its placements.
+        tensor: what the source has on this rank.
+        rank: the rank in the trainer.
+    """
+    owners = meta.owners or (0,)
+    if meta.placements is None:
+        return tensor if rank == min(owners) else None
+    offsets, sizes = [0] * len(meta.shape), list(meta.shape)
+    at, is_primary = owners.index(rank), True
+    coordinates = []
+    for size in reversed(meta.mesh_shape):
+        at, coordinate = divmod(at, size)
+        coordinates.append(coordinate)
+    for size, coordinate, placement in zip(meta.mesh_shape, reversed(coordinates), meta.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            is_primary = is_primary and coordinate == 0
+            continue
+        # As `torch.chunk`: the last shards can be smaller, or empty.
+        chunk = -(-sizes[dim] // size)
+        start = min(coordinate * chunk, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    if not is_primary:
+        return None
+    return tssd.TensorShard(tensor, tssd.TensorSlice(offsets, None, list(meta.shape), sizes, None))

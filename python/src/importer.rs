@@ -15,12 +15,13 @@ use tssd_format::{
     Text, Value,
 };
 
+use crate::cast_rule::CastRule;
 use crate::classes::{self, TaggedObject};
 use crate::device::DeviceRegions;
 use crate::dlpack::{self, ImportedTensor};
 use crate::dtensor::{self, MeshCache, TensorSubclass};
 use crate::error::{BindingError, Result};
-use crate::leaf_import::{CastRule, FillState, ImportPurpose};
+use crate::leaf_import::{FillState, ImportPurpose};
 use crate::numpy::Numpy;
 use crate::slice::{self, TensorShard};
 use crate::torch::Torch;

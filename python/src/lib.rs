@@ -10,6 +10,8 @@ use pyo3::prelude::*;
 
 /// Construction of Python objects from the nodes of an archive.
 mod builder;
+/// The rule by which a put casts floating tensors.
+mod cast_rule;
 mod classes;
 /// Deltas between files.
 mod delta;

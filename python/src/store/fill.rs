@@ -17,11 +17,11 @@ use tssd_store::plan::TensorLeaf;
 use tssd_store::{GetOptions, GetReport, LeafPart, ReceiveReport, Receiver, Target, TargetMemory};
 
 use crate::builder::{Framework, ObjectBuilder};
+use crate::cast_rule::is_floating;
 use crate::classes;
 use crate::device::{DeviceRegions, DeviceTarget};
 use crate::error::{BindingError, Result};
 use crate::importer::{StagingPairs, TargetImporter, namedtuple_fields, to_map_key};
-use crate::leaf_import::is_floating;
 use crate::mapping::{Mapping, Piece, Plan, Problem, problem_kind, split_tensor};
 use crate::store::connection::{Connection, VersionRead};
 use crate::store::loaded_tree::LoadedTree;

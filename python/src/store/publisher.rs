@@ -12,11 +12,11 @@ use tssd_store::{Key, Publisher, PutOptions};
 
 use super::report::put_report;
 use crate::builder::MODULE_METADATA_ATTR;
+use crate::cast_rule::{CastRule, ObjectPart};
 use crate::device::SharedCopyStats;
 use crate::error::{BindingError, Result};
 use crate::importer::{ImportedStateDict, import_state_dict};
 use crate::interrupt::InterruptCheck;
-use crate::leaf_import::{CastRule, ObjectPart};
 use crate::store::connection::Connection;
 use crate::store::put_arguments::{find_job_and_rank, mesh_ranks, verify_mesh_coverage};
 

@@ -13,10 +13,10 @@ use tssd_store::{
 };
 
 use crate::builder::MODULE_METADATA_ATTR;
+use crate::cast_rule::CastRule;
 use crate::encoded::TorchStoreStateDict;
 use crate::error::{Result, type_error};
 use crate::importer::{ImportedStateDict, import_state_dict};
-use crate::leaf_import::CastRule;
 use crate::metadata;
 use crate::store::arguments::{invalid_choice, parse_transport};
 use crate::store::connection::parse_seconds;

@@ -42,6 +42,8 @@ mod tool;
 mod torch;
 /// `vectors`: generates the test vectors of the specification.
 mod vectors;
+/// Tests of the plug-in for verl.
+mod verl;
 /// Python virtual environments.
 mod virtual_environment;
 /// Tests of the plug-in for vLLM.

@@ -9,6 +9,7 @@ use crate::report::SkippedStep;
 use crate::runner;
 use crate::step::{Chain, Step, StepKind};
 use crate::torch;
+use crate::verl;
 use crate::vllm;
 use crate::workspace::Workspace;
 
@@ -70,7 +71,10 @@ fn more_chains(workspace: &Workspace) -> io::Result<Vec<Chain>> {
     }
     let mut chains = vec![packages, dependencies::checks(), vec![instructions()]];
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        chains.push(vllm::checks(workspace)?);
+        // One after the other: each starts many processes.
+        let mut engines = vllm::checks(workspace)?;
+        engines.extend(verl::checks(workspace)?);
+        chains.push(engines);
     }
     Ok(chains)
 }
@@ -102,6 +106,7 @@ fn rust_checks(workspace: &Workspace, filter: &str) -> Vec<Step> {
             .env("RUSTDOCFLAGS", "-Dwarnings"),
         Step::python("invalid vectors up to date", "spec/vectors/make_invalid.py --check"),
         Step::python("reader.py on the vectors", "spec/reader.py --vectors spec/vectors"),
+        Step::python("docs/support.md up to date", "xtask/support_matrix.py --check"),
         Step::python("reader.py self-test", "spec/reader.py --self-test"),
         Step::python("writer.py self-test", "spec/writer.py --self-test"),
         // A program that depends on the format alone gets this reader. The tests use the one with rkyv.

@@ -6,6 +6,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::cache;
 use crate::etcd;
 use crate::report::{FinishedStep, Report, SkippedStep, Style};
 use crate::step::{Chain, Step, StepKind};
@@ -177,6 +178,9 @@ fn stream(
     let command = &mut step.command;
     command.current_dir(&workspace.root).env("CARGO_TERM_COLOR", "never");
     command.env(etcd::VARIABLE, etcd::program());
+    // Without its bytecode, the import of torch takes twice as long. Checkouts share it, as they share packages.
+    command.env_remove("PYTHONDONTWRITEBYTECODE");
+    command.env("PYTHONPYCACHEPREFIX", cache::folder().join("bytecode"));
     // The etcd client is generated at build time.
     if let Ok(protoc) = protoc_bin_vendored::protoc_bin_path() {
         command.env("PROTOC", protoc);

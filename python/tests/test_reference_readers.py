@@ -156,7 +156,7 @@ def test_load_equals_dcp_load(path: Path, tmp_path: Path) -> None:
 
 def test_readme_example_runs_any_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = Path(__file__).parents[2] / "README.md"
-    example = readme.read_text().split("```python\n")[1].split("```")[0]
+    example = "import torch" + readme.read_text().split("```python\nimport torch")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     for version in range(1, 4):
         names: dict[str, Any] = {}

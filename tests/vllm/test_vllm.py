@@ -131,6 +131,11 @@ def shard_bytes(model: Any, ranks: int) -> int:
     return sum(parameter.nbytes // (1 if name.endswith(replicated) else ranks) for name, parameter in parameters)
 
 
+@pytest.mark.supports(
+    "vLLM",
+    "each tensor-parallel worker receives exactly the bytes of its shard over TCP; after each of three "
+    "updates the tokens are those of transformers (Llama: grouped queries, biases, tied embeddings; TP 2)",
+)
 def test_each_rank_receives_exactly_its_shard(llama: Engine, daemon: Daemon) -> None:
     model = make_model(llama.config, seed=0)
     trainer = connect(llama, daemon, model)
@@ -147,6 +152,11 @@ def test_each_rank_receives_exactly_its_shard(llama: Engine, daemon: Daemon) -> 
     trainer.shutdown()
 
 
+@pytest.mark.supports(
+    "vLLM",
+    "the engine serves its old weights while a version is staged, also if the version is deleted "
+    "meanwhile",
+)
 def test_engine_serves_its_weights_until_the_commit(llama: Engine, daemon: Daemon) -> None:
     model = make_model(llama.config, seed=4)
     trainer = connect(llama, daemon, model)
@@ -167,6 +177,7 @@ def test_engine_serves_its_weights_until_the_commit(llama: Engine, daemon: Daemo
     trainer.shutdown()
 
 
+@pytest.mark.supports("vLLM", "four FSDP2 ranks put their shards without a collective")
 def test_sharded_trainer_gathers_nothing(llama: Engine, daemon: Daemon, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     subprocess.run([*command, str(HERE / "fsdp_ranks.py"), "llama", daemon.url, "70"], check=True, cwd=HERE)
@@ -191,6 +202,7 @@ def bad_states(model: Any) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
     }
 
 
+@pytest.mark.supports("vLLM", "wrong names, shapes and dtypes are named, and the engine keeps its weights")
 def test_bad_versions_leave_the_engine_as_it_is(llama: Engine, daemon: Daemon) -> None:
     model = make_model(llama.config, seed=6)
     trainer = connect(llama, daemon, model)
@@ -217,6 +229,7 @@ def error_text(error: BaseException) -> str:
     return json.dumps(texts)
 
 
+@pytest.mark.supports("vLLM", "a version that never comes ends in a timeout")
 def test_version_that_never_comes_times_out(llama: Engine, daemon: Daemon) -> None:
     model = make_model(llama.config, seed=7)
     trainer = connect(llama, daemon, model, timeout=2.0)
@@ -230,6 +243,70 @@ def test_version_that_never_comes_times_out(llama: Engine, daemon: Daemon) -> No
     trainer.shutdown()
 
 
+@pytest.mark.supports("vLLM", "weights with NaN are not put (`check_finite`)")
+def test_weights_that_are_not_finite_are_not_put(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=10)
+    trainer = connect(llama, daemon, model, check_finite=True)
+    trainer.send_weights()
+    before = trainer.version
+    name = "model.layers.1.mlp.down_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[3, 4] = float("nan")
+    with pytest.raises(ValueError, match=rf"the first is in `{name}` at \[3, 4\]"):
+        trainer.send_weights()
+    llama.assert_has(make_model(llama.config, seed=10), before)
+    load_weights(model, seed=11)
+    trainer.send_weights()
+    llama.assert_has(model, before + 1)
+    trainer.shutdown()
+    tssd.Store(daemon.url).delete("policy")
+
+
+OTHER_TRAINER = """
+import sys, torch, tssd
+store = tssd.Store(sys.argv[1])
+print(store.put_state_dict({"w": torch.ones(3)}, "policy").version, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.supports("vLLM", "a second trainer under the same key is found, and named")
+def test_second_trainer_under_the_key_is_found(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=12)
+    trainer = connect(llama, daemon, model)
+    trainer.send_weights()
+    command = [sys.executable, "-c", OTHER_TRAINER, daemon.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert int(other.stdout.readline()) == trainer.version + 1
+        with pytest.raises(tssd.TssdError, match=rf"key `policy`.*{other.pid}"):
+            trainer.send_weights()
+        llama.assert_has(model, trainer.version)
+        other.stdin.close()
+    tssd.Store(daemon.url).delete("policy")
+    trainer.shutdown()
+
+
+@pytest.mark.supports("vLLM", "a trainer rank that dies leaves the engine with its weights")
+def test_trainer_rank_that_dies_leaves_the_engine_as_it_is(llama: Engine, daemon: Daemon) -> None:
+    model = make_model(llama.config, seed=13)
+    trainer = connect(llama, daemon, model, timeout=3.0)
+    trainer.send_weights()
+    store = tssd.Store(daemon.url)
+    # Rank 0 of two has put its part.
+    own = {"part": torch.ones(3)}
+    report = store.put_state_dict(own, "policy", version=trainer.version + 1, writers=2, writer=0, job="run")
+    assert not report.visible
+    with pytest.raises(Exception) as raised:
+        llama.start_weight_update()
+        llama.update_weights({"version": report.version})
+    assert f"no version from {report.version} on" in error_text(raised.value)
+    llama.assert_has(model, trainer.version)
+    store.delete("policy")
+    trainer.shutdown()
+
+
+@pytest.mark.supports("vLLM", "a daemon that dies leaves the engine with its weights")
 def test_daemon_that_dies_leaves_the_engine_as_it_is(llama: Engine, tmp_path: Path) -> None:
     daemon = Daemon(tmp_path)
     model = make_model(llama.config, seed=8)
@@ -245,6 +322,10 @@ def test_daemon_that_dies_leaves_the_engine_as_it_is(llama: Engine, tmp_path: Pa
     llama.assert_has(make_model(llama.config, seed=8), None)
 
 
+@pytest.mark.supports(
+    "vLLM",
+    'an engine starts from the store (`load_format="tssd"`), and its experts are updated (Mixtral)',
+)
 def test_engine_starts_from_the_store_and_updates_experts(
     daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

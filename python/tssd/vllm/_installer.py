@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,8 @@ class Installer:
     device: torch.device
     _specs: dict[str, TensorSpec] = field(default_factory=dict)
     _recording: Recording = field(default_factory=Recording)
+    # Modules whose post-processing leaves its input as it is.
+    _readers: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 
     def prepare(self, version: tssd.OpenVersion) -> None:
         """Records what the model takes from a version, unless that is known. The model must not run meanwhile."""
@@ -170,24 +173,29 @@ class Installer:
         """
         if staged.in_place is not None:
             staged.in_place.commit()
-        copied = time.monotonic()
+        seconds = 0.0
         for module, tensors in staged.before_processing.items():
-            self._process(module, tensors)
+            seconds += self._process(module, tensors)
+        copied = time.monotonic()
         self._process_tied(staged)
         if staged.whole:
             self._load_whole(staged.whole)
         else:
             self._process_attention()
-        return time.monotonic() - copied
+        return seconds + time.monotonic() - copied
 
-    def _process(self, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Runs the post-processing of a module on new tensors, and copies the result to the memory that kernels use."""
+    def _process(self, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> float:
+        """Runs the post-processing of a module on new tensors, and copies the result to the memory that kernels use.
+
+        Returns the time of the post-processing, in seconds.
+        """
         info = get_layerwise_info(module)
         kernel_tensors = get_layer_tensors(module)
         info.kernel_tensors = get_layer_params_buffers(module)
         info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
         restore_layer_on_meta(module, info)
         initialize_online_processing(module)
+        inputs = []
         for name, meta in get_layer_tensors(module).items():
             if not meta.is_meta:
                 continue
@@ -195,8 +203,9 @@ class Installer:
             if source is None:
                 # No checkpoint tensor fills it.
                 source = kernel_tensors[name]
-            # A copy: post-processing may change it, and a commit can be repeated.
-            tensor = source.detach().to(self.device, copy=True)
+            # Post-processing may change a tensor, and a commit can be repeated.
+            tensor = source.detach().to(self.device, copy=module not in self._readers)
+            inputs.append((tensor.detach(), source))
             tensor.__class__ = meta.__class__
             tensor.__dict__ = meta.__dict__.copy()
             setattr(module, name, tensor)
@@ -204,6 +213,7 @@ class Installer:
         if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
             # The kernel packs the experts only when it is made. No graph holds the old one.
             method.moe_kernel = None
+        started = time.monotonic()
         try:
             with torch.device(self.device):
                 _layerwise_process(module, info)
@@ -211,6 +221,11 @@ class Installer:
             _place_kernel_tensors(module, info)
             info.reset()
             raise
+        seconds = time.monotonic() - started
+        if module not in self._readers and self.device.type == "cpu":
+            if all(torch.equal(tensor, source) for tensor, source in inputs):
+                self._readers.add(module)
+        return seconds
 
     def _process_tied(self, staged: Staged) -> None:
         """Repeats the post-processing of modules that share a parameter with an updated module."""

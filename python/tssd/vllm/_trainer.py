@@ -96,8 +96,15 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         """Puts the weights of this rank as a part of a new version.
 
         Args:
-            version: the version number, the same on all ranks. None: one more than the highest one.
+            version: the version number, the same on all ranks. None: one more than that of the last put, or, in the first
+                one, than the highest one.
+
+        Raises:
+            TssdValueError: another trainer has put a version under this key since the last put of this one; or
+                `check_finite` is set, and a weight is NaN or infinite.
         """
+        if version is None and self._version:
+            version = self._version + 1
         state, writers = self._local_state()
         report = self._store.put_state_dict(
             state,

@@ -37,6 +37,7 @@ from store import StoreCases
 
 CASES = {
     "put": "a state dict put in a store",
+    "cast": "a float32 state dict stored as bfloat16",
     "get": "got into tensors that are there",
     "views": "got as views of the store's memory, and read",
     "single": "400 tensors put and got one by one",
@@ -96,7 +97,7 @@ def main() -> None:
 def run_store_cases(
     options: argparse.Namespace, selected: list[str], rounds: Rounds, peer: TorchstoreProcess | None
 ) -> None:
-    cases = {"put": StoreCases.put, "get": StoreCases.get, "views": StoreCases.get_views}
+    cases = {"put": StoreCases.put, "cast": StoreCases.cast, "get": StoreCases.get, "views": StoreCases.get_views}
     first_cases = {"put": StoreCases.first_put, "get": StoreCases.first_get}
     model_specs = [options.model]
     if options.model == DEFAULT_MODEL:

@@ -18,6 +18,7 @@ from model import State, copy_structure, expect_same, iter_tensors, model_from_s
 from pair import ClientPair
 from peer import KEY, NEW_KEY, REUSED_KEY, RPC, TorchstoreProcess, torchstore_runners
 from race import Role, Rounds, Runner, TimedCall, race, report, timed, tssd_runner
+from torch.utils._pytree import tree_map
 
 COPY = "torch copy_"
 #: Names of runners of torchstore, each with its operation.
@@ -85,6 +86,26 @@ class StoreCases:
                 timed(partial(pair.get_into, False), before=pair.clear_and_put),
                 "also",
                 check=pair.check_filled,
+            ),
+        )
+
+    def cast(self) -> None:
+        """Measures puts that store float32 tensors as bfloat16."""
+        if any(tensor.dtype != torch.bfloat16 for tensor in iter_tensors(self.model.state)):
+            return
+        masters = tree_map(lambda tensor: tensor.float(), self.model.state)
+        self.race(
+            "cast",
+            "float32 tensors stored as bfloat16, a new version, checksums included",
+            tssd_runner(
+                timed(lambda: self.pair.writer.put_state_dict(masters, KEY, transfer_dtype=torch.bfloat16)),
+                self.pair.check_put,
+            ),
+            Runner(
+                "torch to(bfloat16)",
+                timed(lambda: [tensor.to(torch.bfloat16) for tensor in iter_tensors(masters)]),
+                "limit",
+                0.91,
             ),
         )
 

@@ -19,7 +19,8 @@ class SyncRecord:
     Attributes:
         key: the key of the weights.
         version: the version number.
-        role: the process: "trainer", "vllm worker", "vllm engine", or "vllm worker 0" and so on as the trainer sees it.
+        role: the process: "trainer", "vllm worker", "vllm engine", or "vllm worker 0" and so on as the trainer sees it;
+            "verl actor" or "verl rollout".
         source: the address of the store.
         bytes_needed: the bytes of the tensors that the process puts or needs.
         bytes_received: the bytes that came over a connection.
@@ -59,8 +60,10 @@ def on_sync(callback: Callable[[SyncRecord], None]) -> Callable[[], None]:
     Returns:
         A function that removes the callback.
 
+    `tssd.telemetry` has adapters for Weights & Biases and OpenTelemetry.
+
     Example:
-        `on_sync(lambda record: wandb.log(record.metrics()))`
+        `on_sync(lambda record: print(record.version, record.stage_seconds))`
     """
     _callbacks.append(callback)
     return lambda: _callbacks.remove(callback) if callback in _callbacks else None

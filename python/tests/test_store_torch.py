@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tssd
+from counting_proxy import CountingProxy
 from equality import element_bytes, same
 from processes import Daemon
 from test_store import store as store
@@ -187,6 +188,25 @@ def test_check_finite_names_the_element(store: tssd.Store, kind: str) -> None:
         put({"w": shard}, writers=2, writer=1, job="run")
     assert same(store.get_state_dict("x"), {"w": gaps[:, ::2]}) or kind != "put"
     assert "x" in store.keys()
+
+
+def test_slice_over_tcp_receives_its_box(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path / "socket", "--listen", "127.0.0.1:0")
+    with daemon as url, tssd.Store(url) as local:
+        whole = torch.randn(4096, 1024)
+        local.put_state_dict({"w": whole}, "x")
+        for verify in (True, False):
+            proxy = CountingProxy(daemon.startup_line.split()[-1])
+            with tssd.Store(proxy.address) as store, store.open("x", verify=verify) as version:
+                for start, stop in ((256, 384), (2000, 2010)):
+                    before = proxy.received
+                    part = version.get_slice("w")[start:stop]
+                    assert torch.equal(part, whole[start:stop])
+                    box = tssd.TensorSlice([start, 0], None, [4096, 1024], [stop - start, 1024], None)
+                    assert torch.equal(version.get_tensor("w", box), whole[start:stop])
+                    # Only whole chunks can be verified.
+                    assert proxy.received - before < 2 * (part.nbytes + (2 << 20))
+            proxy.close()
 
 
 def test_cast_in_parts_equals_whole_cast(store: tssd.Store) -> None:

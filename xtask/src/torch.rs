@@ -11,7 +11,7 @@ pub(crate) fn environment(workspace: &Workspace) -> io::Result<VirtualEnvironmen
         name: "torch",
         step: "environment with torch",
         file: "tests/torch/requirements.txt",
-        imports: "torch, numpy, safetensors, ml_dtypes, pytest, mypy, pyright, transformers",
+        imports: "torch, numpy, safetensors, ml_dtypes, pytest, mypy, pyright, transformers, peft, wandb",
         without_dependencies: Some("torchstore==0.1.2"),
     };
     VirtualEnvironment::new(workspace, requirements)

@@ -9,7 +9,7 @@ use tssd_format::{
     Attrs, Node, ObjectPath, Region, ShardSpec, Step, TensorMeta, TensorReference, TensorSlice,
 };
 use tssd_store::plan::{self, TensorLeaf};
-use tssd_store::{CowBuffer, GetReport, Target};
+use tssd_store::{CowBuffer, GetOptions, GetReport, Target};
 
 use crate::builder::{ArchiveContents, Framework, ObjectBuilder, StorageSource};
 use crate::error::{BindingError, Failure, Result};
@@ -114,11 +114,26 @@ impl ReadPlan {
             self.storages.extend(view.storage);
             return Ok(view);
         }
+        self.assemble(path, leaf, region)
+    }
+
+    /// Adds a box of a tensor, of which no other bytes are read. Returns a reference to its bytes once they are read.
+    fn assemble(
+        &mut self,
+        path: &[&Step],
+        leaf: TensorLeaf<'_>,
+        region: &Region,
+    ) -> Result<TensorReference> {
+        let global = leaf.global_shape();
         let meta = TensorMeta::new(leaf.dtype(), region.shape())?.with_flags(leaf.flags());
         let number = u32::MAX - u32::try_from(self.assembled.len()).unwrap_or(u32::MAX);
         let storage = (meta.nbytes() > 0).then_some(number);
-        let box_of = |_| TensorSlice::new(region.offsets(), region.shape(), global);
-        let part = slice.map(box_of).transpose()?.map(ShardSpec::new);
+        let part = if *region == Region::whole(global) {
+            None
+        } else {
+            let slice = TensorSlice::new(region.offsets(), region.shape(), global)?;
+            Some(ShardSpec::new(slice))
+        };
         let fqn = join_fqn(path);
         self.assembled.push(AssembledTensor { number, fqn, meta: meta.clone(), part });
         Ok(TensorReference { meta, storage, byte_offset: 0, shard_spec: None })
@@ -197,8 +212,14 @@ impl LoadedTree {
         let mut path: Vec<&Step> = path.steps().iter().collect();
         let mut plan = ReadPlan::default();
         let replacement = match (TensorLeaf::of(&node), slice) {
-            (Some(leaf), Some(_)) => {
-                Some(Node::Tensors(vec![plan.add_tensor(&path, leaf, slice)?]))
+            (Some(leaf), Some(part)) => {
+                let mut reference = plan.add_tensor(&path, leaf, slice)?;
+                if !are_viewable(py, read, &plan.storages)? {
+                    // The whole storage would be read for the box.
+                    plan = ReadPlan::default();
+                    reference = plan.assemble(&path, leaf, part.region())?;
+                }
+                Some(Node::Tensors(vec![reference]))
             }
             (None, Some(_)) => {
                 return Err(BindingError::new("WrongType", format!("`{fqn}` is no tensor")).into());
@@ -264,6 +285,14 @@ impl LoadedTree {
             leaf_bytes,
         })
     }
+}
+
+/// Returns whether storages can be viewed in the memory or the files of this host. Reads no bytes.
+fn are_viewable(py: Python<'_>, read: &VersionRead<'_>, storages: &[u32]) -> Result<bool> {
+    let unverified = GetOptions { unverified: true, ..read.reader.options().clone() };
+    let reader = read.reader.with_options(&unverified)?;
+    let views = read.block_on(py, reader.cow_buffers(storages))?;
+    Ok(views.iter().all(Option::is_some))
 }
 
 /// Blocks of new memory by storage number, and the report of the assembled tensors, if there are any.

@@ -92,6 +92,9 @@ class Engine:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version)
 
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        return self.llm.reset_prefix_cache(reset_running_requests)
+
 
 class EngineManager(BaseManager):
     """Lets rank 0 of the trainer call the engine, which is in another process. Servers of vLLM are called over HTTP."""

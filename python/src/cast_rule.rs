@@ -1,4 +1,5 @@
 //! The rule by which a put casts floating tensors.
+#![expect(unsafe_code, reason = "the memory of tensors belongs to torch")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -234,11 +235,16 @@ impl<'py> CastRule<'py> {
             view = region_view(&view.call_method0("detach")?, region)?;
         }
         let source = torch.import_resolved(&view, flags, devices)?;
+        if has_large_gaps(source.meta()) {
+            return Ok(None);
+        }
         if source.meta().numel() == 0 {
             return Ok(Some(Tensor::new(self.cast_meta(source.meta())?, Storage::default(), 0)?));
         }
         let offset: u64 = view.call_method0(intern!(py, "storage_offset"))?.extract()?;
-        let storage = self.cast_storage(cast, source.meta().dtype(), Torch::storage_memory(&view)?);
+        // SAFETY: `is_cpu` was checked.
+        let memory = unsafe { Torch::storage_memory(&view)? };
+        let storage = self.cast_storage(cast, source.meta().dtype(), memory);
         let offset = offset * self.dtype.itemsize();
         Ok(Some(Tensor::new(self.cast_meta(source.meta())?, storage, offset)?))
     }
@@ -257,6 +263,9 @@ impl<'py> CastRule<'py> {
             None => array.clone(),
         };
         let source = numpy.import_array(&view, flags)?;
+        if has_large_gaps(source.meta()) {
+            return Ok(None);
+        }
         let meta = self.cast_meta(source.meta())?;
         let Some(elements) = source.storage().bytes().filter(|bytes| !bytes.is_empty()) else {
             return Ok(Some(Tensor::new(meta, Storage::default(), 0)?));
@@ -333,6 +342,11 @@ impl<'py> CastRule<'py> {
         let cast = || Ok(array.call_method1("astype", (target,))?);
         self.cast_cache.get_or_insert_with(array, Numpy::memory_key(array)?, cast)
     }
+}
+
+/// Returns whether the elements of a tensor lie so far apart that a cast copy of them takes less than half as much.
+fn has_large_gaps(meta: &TensorMeta) -> bool {
+    meta.span_bytes() > meta.nbytes().saturating_mul(2)
 }
 
 /// Dtype of a tensor or an array, and the number of elements in its storage.

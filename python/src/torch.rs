@@ -304,14 +304,18 @@ impl<'py> Torch<'py> {
         ))
     }
 
-    /// Returns the bytes of the storage of a tensor in host memory, without a copy.
-    pub(crate) fn storage_memory(tensor: &Bound<'py, PyAny>) -> Result<Bytes> {
+    /// Returns the bytes of the storage of a tensor, without a copy.
+    ///
+    /// # Safety
+    ///
+    /// The tensor is in host memory.
+    pub(crate) unsafe fn storage_memory(tensor: &Bound<'py, PyAny>) -> Result<Bytes> {
         let py = tensor.py();
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let len: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        // SAFETY: the storage has `len` bytes from `start`, and the owner keeps it alive. The docstrings require that the
-        // caller does not change the tensors meanwhile.
+        // SAFETY: the tensor is in host memory, so its storage has `len` bytes from `start`, and the owner keeps it alive.
+        // The docstrings require that the caller does not change the tensors meanwhile.
         Ok(unsafe { bytes_from_raw_parts(start, len, storage.unbind()) })
     }
 

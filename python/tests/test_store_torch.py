@@ -153,6 +153,16 @@ def test_cast_equals_that_of_torch(store: tssd.Store, pair: str) -> None:
     assert report.bytes < (40 * 50 + 700 * 501) * target.itemsize + 40_000
 
 
+def test_cast_stores_no_gaps(store: tssd.Store) -> None:
+    whole = torch.randn(1000, 500)
+    part = whole[:, :10]
+    for value, dtype in ((part, torch.bfloat16), (part.numpy(), torch.float16)):
+        report = store.put_state_dict({"w": value}, "x", transfer_dtype=dtype)
+        assert report.bytes < part.numel() * 2 + 20_000
+        got = store.get_state_dict("x")["w"]
+        assert torch.equal(torch.from_numpy(got.copy()) if isinstance(got, np.ndarray) else got, part.to(dtype))
+
+
 @pytest.mark.parametrize("kind", ["put", "publish", "later"])
 def test_check_finite_names_the_element(store: tssd.Store, kind: str) -> None:
     def put(state: dict[str, Any], **more: Any) -> Any:

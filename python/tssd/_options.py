@@ -35,7 +35,7 @@ class PutOptions:
             "in_place": as "ring", but receivers copy directly from tensors in the memory of a GPU, if the driver
             allows it.
         check_finite: whether the put fails if an element of a tensor is NaN or infinite, in the dtype in which it is
-            stored. It reads all elements once more. Nothing is stored then.
+            stored. It reads all elements once more. A version with several writers then does not become visible.
     """
 
     on_divergence: Literal["error", "lowest", "keep"] = "error"

@@ -44,9 +44,13 @@ class SyncRecord:
     pause_seconds: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of the record by name, for a dashboard: "tssd/stage_seconds" and so on."""
-        numbers = asdict(self)
-        return {f"tssd/{name}": value for name, value in numbers.items() if isinstance(value, (int, float))}
+        """Returns the numbers of the record by role and name, for a dashboard: "tssd/trainer/put_seconds" and so on.
+
+        The version number is "tssd/version".
+        """
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, (int, float))}
+        version = {"tssd/version": numbers.pop("version")}
+        return version | {f"tssd/{self.role}/{name}": value for name, value in numbers.items()}
 
 
 _callbacks: list[Callable[[SyncRecord], None]] = []

@@ -19,7 +19,7 @@ __all__ = ["to_opentelemetry", "to_wandb"]
 
 
 def to_wandb(run: Any) -> Callable[[], None]:
-    """Logs the numbers of each SyncRecord of this process to a run: "tssd/stage_seconds" and so on.
+    """Logs the numbers of each SyncRecord of this process to a run: "tssd/trainer/put_seconds" and so on.
 
     Their x-axis is "tssd/version".
 

@@ -546,7 +546,7 @@ def test_workers_receive_changed_weights_in_each_round(cluster: workers.Cluster,
         assert cluster.rollouts.check_seed(names, step) == [len(names)] * 2
         head = tssd.Store(daemon.url).head("policy")
         assert head is not None and head.metadata == {"global_steps": step}
-        assert metrics["tssd/version"] == head.version and metrics["tssd/put_seconds"] > 0
+        assert metrics["tssd/version"] == head.version and metrics["tssd/verl actor/put_seconds"] > 0
         assert metrics["collectives"] == len(names)
 
 

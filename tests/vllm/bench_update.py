@@ -95,6 +95,9 @@ class Client:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version)
 
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_running_requests))
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

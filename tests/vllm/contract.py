@@ -123,6 +123,9 @@ class Engine:
     def update_weights(self, info: dict[str, Any]) -> None:
         self.worker.receive_weights(self.worker.parse_update_info(info))
 
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        """Nothing is computed here."""
+
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.worker.finish_weight_update()
         self.version = weight_version

@@ -1,4 +1,4 @@
-use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
+use std::env::consts::{DLL_PREFIX, DLL_SUFFIX, EXE_SUFFIX};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -139,6 +139,11 @@ pub(crate) fn wheels(workspace: &Workspace) -> PathBuf {
 /// Returns the folder in which the wheel is installed.
 pub(crate) fn installation(workspace: &Workspace) -> PathBuf {
     workspace.target.join("wheel-installed")
+}
+
+/// Returns the command of the installed wheel.
+pub(crate) fn installed_command(workspace: &Workspace) -> PathBuf {
+    installation(workspace).join("bin").join(format!("tssd{EXE_SUFFIX}"))
 }
 
 /// Builds the wheel, which contains the package, the extension module and the command.

@@ -20,7 +20,7 @@ pub(crate) fn checks(workspace: &Workspace) -> io::Result<Vec<Step>> {
         environment.step(),
         Step::program("verl", environment.python(), tests)
             .env("PYTHONPATH", python::installation(workspace))
-            .env("TSSD_BIN", workspace.tssd())
+            .env("TSSD_BIN", python::installed_command(workspace))
             .after(python::INSTALL),
     ])
 }

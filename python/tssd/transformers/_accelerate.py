@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from .._errors import new_exception
 from .._tssd import save_file
-from ._weights import load_module
+from ._weights import is_sharded, load_module
 
 
 class Registration:
@@ -38,6 +38,7 @@ def register(
 
     Raises:
         TssdUnsupportedError: the accelerator uses FSDP, DeepSpeed or Megatron-LM, whose weights no hook receives.
+            `save_state` raises it for a model with DTensors, as with tensor parallelism.
     """
     kind = str(accelerator.distributed_type.value)
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
@@ -46,15 +47,19 @@ def register(
         raise new_exception("unsupported", "", text, None, advice, None, None)
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        unwrapped = [accelerator.unwrap_model(model) for model in models]
+        if any(is_sharded(model) for model in unwrapped):
+            text = "accelerate saves a model as that of one rank, and this one is sharded"
+            advice = "put the shards of each rank: tssd.Store.put_state_dict"
+            raise new_exception("unsupported", "", text, None, advice, None, None)
         is_writer = accelerator.is_main_process
         if accelerator.project_configuration.save_on_each_node:
             is_writer = accelerator.is_local_main_process
         # An empty list makes accelerate write no weights.
         weights.clear()
         if is_writer:
-            for index, model in enumerate(models):
-                state = accelerator.unwrap_model(model).state_dict()
-                save_file(state, _path(output_dir, index), compression=compression)
+            for index, model in enumerate(unwrapped):
+                save_file(model.state_dict(), _path(output_dir, index), compression=compression)
 
     def load(models: list[Any], input_dir: str) -> None:
         paths = [_path(input_dir, index) for index in range(len(models))]

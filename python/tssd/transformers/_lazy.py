@@ -17,7 +17,7 @@ from .._errors import TssdError, TssdKeyError, new_exception
 from .._reports import VersionInfo
 from .._tssd import OpenVersion, Store, safe_open
 from ..mapping import Mapping
-from ._slices import MappedSlice, StoredSlice, mapped_pieces
+from ._slices import MappedSlice, mapped_pieces
 
 # The folder of a checkpoint of `TssdTrainerMixin` in which the ranks save their shards: a store.
 SHARDS = "shards"
@@ -194,7 +194,7 @@ def lazy_state_dict(
             assert not isinstance(source, safe_open)
             store = source if isinstance(source, Store) else resources.enter_context(Store(os.fspath(source)))
             opened = resources.enter_context(store.open(key, version=version, names=names, timeout=timeout))
-            contents = {name: StoredSlice(store, opened, name) for name in opened.keys()}
+            contents = {name: opened.get_slice(name) for name in opened.keys()}
             description = f"version {opened.version} of key `{key}`"
         if mapping is not None:
             contents = _apply(mapping, contents, description)

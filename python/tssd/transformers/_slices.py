@@ -9,42 +9,9 @@ from typing import Any
 
 import torch
 
-from .._tssd import OpenVersion, Store, TensorShard, TensorSlice
 from ..mapping import _CONVERTERS, _PLACEHOLDER, Mapping, _Piece, _Problem, _Shape, _Stored
 
 _Mapped = tuple[_Shape, list[_Piece]]
-
-
-class StoredSlice:
-    """A tensor of an open version.
-
-    A read of the whole tensor is a view of it, if possible. A read of a part fills new memory: unlike a view, it
-    transfers no other bytes from another host.
-    """
-
-    def __init__(self, store: Store, version: OpenVersion, name: str) -> None:
-        self._store, self._version, self._name = store, version, name
-        self._whole = version.get_slice(name)
-        self.dtype = self._whole.dtype
-
-    def get_shape(self) -> list[int]:
-        return self._whole.get_shape()
-
-    def get_dtype(self) -> str:
-        return self._whole.get_dtype()
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        shape = self.get_shape()
-        starts, stops, relative = bounding_box(index, shape)
-        sizes = [stop - start for start, stop in zip(starts, stops)]
-        if sizes == shape:
-            whole: torch.Tensor = self._whole[...]
-            return whole[relative]
-        local = torch.empty(sizes, dtype=self.dtype)
-        if local.numel():
-            shard = TensorShard(local, TensorSlice(starts, None, shape, sizes, None))
-            self._store.get(self._version.key, shard, fqn=self._name, version=self._version)
-        return local[relative]
 
 
 def mapped_pieces(
@@ -69,6 +36,9 @@ def mapped_pieces(
             value = found[0]._value(found[1], shapes)
         except _Problem as problem:
             problems.append((name, problem.kind, f"`{name}`: {problem}"))
+            continue
+        if found[0]._transform(value) is not None:
+            problems.append((name, "invalid", f"`{name}`: a lazy state dict does not quantize"))
             continue
         mapped[name] = value.shape, value.pieces
         if isinstance(found[0], _Stored):

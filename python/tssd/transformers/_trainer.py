@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ from .._errors import TssdError, new_exception
 from .._tssd import Store, load_file, save_file
 from ..mapping import Mapping
 from ._lazy import SHARDS
-from ._weights import is_sharded, load_module, load_shards, save_shards
+from ._weights import check_fits, is_sharded, load_module, load_shards, save_shards
 
 _logger = logging.getLogger("transformers.tssd")
 
@@ -163,9 +164,10 @@ class TssdTrainerMixin:
         if self.args.should_save:
             self.state.save_to_json(str(staged / "trainer_state.json"))
             _sync_files(staged)
-            if folder.exists():
-                folder.rename(staging / "replaced")
-            staged.rename(folder)
+            if not (folder.exists() and _exchange(staged, folder)):
+                if folder.exists():
+                    folder.rename(staging / "replaced")
+                staged.rename(folder)
             _sync(run)
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -337,12 +339,15 @@ def _adapters(model: Any) -> dict[str, Any]:
 
 
 def _load_adapters(model: Any, path: Path) -> None:
-    from peft import set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     adapters = load_file(path)
     if adapters.keys() != model.peft_config.keys():
         text = f"the archive has the adapters {sorted(adapters)}, and the model has {sorted(model.peft_config)}"
         raise new_exception("invalid", "", text, None, "add the same adapters to the model", str(path), None)
+    for name, state in adapters.items():
+        own = get_peft_model_state_dict(model, adapter_name=name)
+        check_fits(own, state, f"the adapter `{name}`", path)
     for name, state in adapters.items():
         set_peft_model_state_dict(model, state, adapter_name=name)
 
@@ -373,6 +378,17 @@ def _set_random_state(state: dict[str, Any], device: str) -> None:
 def _no_checkpoint(folder: Path, reason: str) -> TssdError:
     advice = "give the folder of a checkpoint, or True for the last one of output_dir"
     return new_exception("invalid", "", f"`{folder}` is no checkpoint: {reason}", None, advice, None, None)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two folders in one step, if the system can do so. Otherwise returns False."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    current_folder, exchange = -100, 2
+    result = rename(current_folder, os.fsencode(one), current_folder, os.fsencode(other), exchange)
+    return bool(result == 0)
 
 
 def _sync(path: Path) -> None:

@@ -24,8 +24,24 @@ def load_module(module: torch.nn.Module, path: Path, allow_pickle: bool = False)
 
 def load_state(module: torch.nn.Module, state: dict[str, Any], path: Path) -> None:
     """Fills a module from a state dict that was read from a path: see `load_module`."""
-    own = module.state_dict()
-    name = type(module).__name__
+    check_fits(module.state_dict(), state, type(module).__name__, path)
+    if is_sharded(module):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        module.load_state_dict(state)
+
+
+def check_fits(own: dict[str, Any], state: dict[str, Any], name: str, path: Path) -> None:
+    """Checks that a state dict that was read from a path has the names and the shapes of that of a model.
+
+    Args:
+        own: the state dict of the model.
+        state: the other one.
+        name: the name of the model, for errors.
+        path: the path.
+    """
     advice = "resume with the model that wrote the checkpoint"
     missing = [key for key in own if key not in state]
     if missing:
@@ -40,12 +56,6 @@ def load_state(module: torch.nn.Module, state: dict[str, Any], path: Path) -> No
             found = list(getattr(state[key], "shape", ()))
             text = f"`{key}` has shape {found} in the archive, and {list(tensor.shape)} in {name}"
             raise new_exception("SliceMismatch", "", text, key, advice, str(path), None)
-    if is_sharded(module):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
-    else:
-        module.load_state_dict(state)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:

@@ -72,7 +72,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         version: the version number. None: the newest version.
         stage_only: whether to bring the bytes to this host in the background, and leave the model as it is. The call
-            returns at once.
+            does not wait: the version must be visible.
         attempt: the number of the report to the trainer, a new one for each call with `stage_only`.
     """
 
@@ -123,8 +123,15 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         number = self._newest_version() if update_info.version is None else update_info.version
         if number is None:
             return
-        if update_info.stage_only:
-            self._run_on_all_workers(lambda: self._begin_staging(number, update_info.attempt))
+        if update_info.stage_only and self._reports(update_info.attempt):
+            # The trainer reads the error of each worker from the store. Servers would not pass on its text.
+            try:
+                self._begin_staging(number, update_info.attempt)
+            except Exception as error:
+                logger.exception("Version %d cannot be staged", number)
+                self._acknowledge(update_info.attempt, None, error)
+        elif update_info.stage_only:
+            self._run_on_all_workers(lambda: self._begin_staging(number, 0))
         # No worker commits before all have staged, and none releases the version before all have committed: the engine
         # must not have two versions.
         elif self._run_on_all_workers(lambda: self._stage(number)) and self._run_on_all_workers(self._commit):
@@ -214,13 +221,19 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         version.close()
         return store.open(info.key, version=number, timeout=info.timeout)
 
-    def _begin_staging(self, number: int, attempt: int) -> None:
+    def _reports(self, attempt: int) -> bool:
+        """Returns whether the workers report to the trainer what they have staged."""
+        _, info = self._connected()
+        return bool(info.token and attempt)
+
+    def _begin_staging(self, number: int, attempt: int, waits: bool = False) -> None:
         store, info = self._connected()
         self._discard()
-        version = self._open(number)
+        # The engine does not serve during this call. So a version that is staged ahead must be there.
+        version = self._open(number) if waits else store.open(info.key, version=number, timeout=info.timeout)
         # The worker runs one call at a time, so the model does not run now. Later, it may.
         self._installer.prepare(version)
-        acknowledge = functools.partial(self._acknowledge, attempt) if info.token and attempt else None
+        acknowledge = functools.partial(self._acknowledge, attempt) if self._reports(attempt) else None
         self._staging = _Staging(self._installer, store, version, info.timeout, acknowledge)
 
     def _acknowledge(self, attempt: int, staged: Staged | None, error: BaseException | None) -> None:
@@ -243,7 +256,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Waits until a version is staged. Begins to stage it, unless that was done before."""
         _, info = self._connected()
         if self._staging is None or self._staging.version.version != number:
-            self._begin_staging(number, attempt=0)
+            self._begin_staging(number, attempt=0, waits=True)
         assert self._staging is not None
         try:
             self._staging.result(info.timeout)

@@ -141,8 +141,15 @@ class Installer:
                 timeout=timeout,
             )
             needed, received = report.bytes_needed, report.bytes_received
-        whole = [(name, version.get_tensor(name)) for name in self._recording.whole_names]
-        needed += sum(tensor.nbytes for _, tensor in whole)
+        whole: list[tuple[str, torch.Tensor]] = []
+        if self._recording.whole_names:
+            for name in self._recording.whole_names:
+                spec = self._specs[name]
+                whole.append((name, torch.empty(spec.shape, dtype=spec.dtype, device="cpu")))
+            _, report = store.get_state_dict(
+                version.key, tssd.Targets(whole), version=version, strict=False, return_report=True, timeout=timeout
+            )
+            needed, received = needed + report.bytes_needed, received + report.bytes_received
         # The last step that can fail: what it stages is released with the result.
         staged = None
         if in_place:
@@ -177,10 +184,10 @@ class Installer:
         for module, tensors in staged.before_processing.items():
             seconds += self._process(module, tensors)
         copied = time.monotonic()
-        self._process_tied(staged)
         if staged.whole:
             self._load_whole(staged.whole)
         else:
+            self._process_tied(set(staged.before_processing))
             self._process_attention()
         return seconds + time.monotonic() - copied
 
@@ -227,9 +234,8 @@ class Installer:
                 self._readers.add(module)
         return seconds
 
-    def _process_tied(self, staged: Staged) -> None:
+    def _process_tied(self, updated: set[torch.nn.Module]) -> None:
         """Repeats the post-processing of modules that share a parameter with an updated module."""
-        updated = set(staged.before_processing)
         shared = {id(parameter) for module in updated for parameter in module.parameters(recurse=False)}
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
@@ -247,11 +253,40 @@ class Installer:
                 module.process_weights_after_loading(self.model_config.dtype)  # type: ignore[operator]
 
     def _load_whole(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Loads checkpoint tensors through the model, layer by layer."""
-        with torch.device(self.device):
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(weights))  # type: ignore[operator]
-            finalize_layerwise_reload(self.model, self.model_config)
+        """Loads checkpoint tensors through the model, layer by layer.
+
+        If it fails, the layers that are not complete have their parameters of before again.
+        """
+        last = "?"
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for name, tensor in weights:
+                last = name
+                yield name, tensor
+
+        try:
+            with torch.device(self.device):
+                initialize_layerwise_reload(self.model)
+                self.model.load_weights(tensors())  # type: ignore[operator]
+                finalize_layerwise_reload(self.model, self.model_config)
+        except Exception as error:
+            self._restore_layers()
+            raise ValueError(f"the model cannot load `{last}`: {error}") from error
+        # The first module of a tied parameter is the one that has loaded it.
+        owners: dict[int, torch.nn.Module] = {}
+        for module in self.model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), module)
+        self._process_tied(set(owners.values()))
+
+    def _restore_layers(self) -> None:
+        """Gives the layers whose reload has not ended the parameters that their kernels use."""
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(module, info)
+                info.reset()
 
     def load(self, store: tssd.Store, version: tssd.OpenVersion) -> None:
         """Fills a model that is not post-processed yet."""

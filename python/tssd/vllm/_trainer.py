@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import tssd
 
+from .._errors import new_exception
 from .._sync import SyncRecord, report_sync
 from ..mapping import Mapping
 from ._engine import acknowledgement_key
@@ -37,6 +38,8 @@ class TrainerInit(TrainerInitInfo):
             The engine takes the names of checkpoints. transformers 5 stacks the experts of a model, for example.
         transfer_dtype: the dtype in which floating tensors are stored, as for `Store.put_state_dict`.
         check_finite: whether a put fails if a weight is NaN or infinite. The engine keeps the weights that it has.
+        resets_prefix_cache: whether a commit resets the prefix cache of the engine, which is computed from the weights
+            before. Running requests are computed again then.
         timeout: how many seconds to wait for other ranks, and for the engine.
     """
 
@@ -48,6 +51,7 @@ class TrainerInit(TrainerInitInfo):
     mapping: Mapping | None = None
     transfer_dtype: Any = None
     check_finite: bool = False
+    resets_prefix_cache: bool = True
     timeout: float = 300.0
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -68,6 +72,8 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         self._info = init_info
         self._store = tssd.Store(init_info.store)
         self._version = 0
+        # The highest number that the next put can have if no other trainer puts.
+        self._highest_next: int | None = None
         self._attempt = 0
 
     @classmethod
@@ -96,15 +102,19 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         """Puts the weights of this rank as a part of a new version.
 
         Args:
-            version: the version number, the same on all ranks. None: one more than that of the last put, or, in the first
-                one, than the highest one.
+            version: the version number, the same on all ranks. None: one more than the highest one.
+
+        If it fails on one rank, the version does not become visible. All ranks then call `put` again, with the weights
+        of one step.
 
         Raises:
             TssdValueError: another trainer has put a version under this key since the last put of this one; or
                 `check_finite` is set, and a weight is NaN or infinite.
         """
-        if version is None and self._version:
-            version = self._version + 1
+        highest = self._highest_next
+        if highest is not None:
+            # A put that fails can have taken a number too.
+            self._highest_next = highest + 1
         state, writers = self._local_state()
         report = self._store.put_state_dict(
             state,
@@ -117,6 +127,11 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
             timeout=self._info.timeout,
             options=tssd.PutOptions(check_finite=self._info.check_finite),
         )
+        self._highest_next = report.version + 1
+        if version is None and highest is not None and report.version > highest:
+            text = f"key `{self._info.key}`: another trainer has put a version since the last put of this one"
+            advice = "use one key for each trainer"
+            raise new_exception("refused", "", text, None, advice, None, None, self._info.key, report.version)
         self._version = report.version
         self._report("trainer", bytes_needed=report.bytes, put_seconds=report.seconds)
         return report
@@ -130,10 +145,16 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
 
         Raises:
             RuntimeError: a worker could not stage it. The engine goes on with the weights that it has.
-            TssdTimeoutError: a worker did not report in time.
+            TssdTimeoutError: a rank has not put its part in time, or a worker did not report in time.
         """
         if not self.is_sender:
             return {}
+        # Waiting in the workers would stop the engine.
+        with self._store.wait_for_version(self._info.key, self._version, timeout=self._info.timeout) as visible:
+            if visible.version != self._version:
+                text = f"version {self._version} of key `{self._info.key}` did not become visible: a rank has not put its part"
+                advice = "put the weights of one step on all ranks again"
+                raise new_exception("refused", "", text, None, advice, None, None, self._info.key, self._version)
         self.client.start_weight_update()
         self._attempt += 1
         self.client.update_weights({"version": self._version, "stage_only": True, "attempt": self._attempt})
@@ -159,6 +180,8 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         self.client.start_weight_update()
         self.client.update_weights({"version": self._version})
         self.client.finish_weight_update(weight_version=str(self._version))
+        if self._info.resets_prefix_cache:
+            reset_prefix_cache(self.client)
         self._report("vllm engine", pause_seconds=time.monotonic() - started)
 
     def send_weights(self) -> None:
@@ -204,6 +227,32 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         # Its iteration is a collective of all ranks. The first owner of a tensor puts it.
         full = self.source.iter_full()
         return {name: tensor for name, tensor in full if self.rank == min(metas[name].owners or (0,))}, ranks
+
+
+def reset_prefix_cache(client: Any) -> None:
+    """Has an engine forget what it has computed from the weights before, through a client of vLLM or one like `LLM`.
+
+    Raises:
+        RuntimeError: the engine could not reset its cache. It then gives tokens of both versions.
+    """
+    if hasattr(client, "reset_prefix_cache"):
+        results = [client.reset_prefix_cache(reset_running_requests=True)]
+    elif hasattr(client, "base_url"):
+        import requests
+
+        url = f"{client.base_url}/reset_prefix_cache"
+        response = requests.post(url, params={"reset_running_requests": "true"}, timeout=client.timeout)
+        response.raise_for_status()
+        results = [response.json().get("success", True)]
+    elif hasattr(client, "handles"):
+        import ray
+
+        results = ray.get([handle.reset_prefix_cache.remote(True) for handle in client.handles])
+    else:
+        text = f"{type(client).__name__} has no `reset_prefix_cache`: the engine would reuse results of old weights"
+        raise RuntimeError(f"{text}; help: add the method, or set resets_prefix_cache=False and reset it elsewhere")
+    if not all(result in (True, None) for result in results):
+        raise RuntimeError("the engine could not reset its prefix cache; help: pause it before the commit")
 
 
 def local_shard(meta: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor | tssd.TensorShard[Any] | None:

@@ -25,6 +25,8 @@ mod daemon;
 pub mod device;
 mod engine;
 mod error;
+#[cfg(target_os = "linux")]
+mod fanout;
 mod io;
 mod key;
 pub mod ledger;

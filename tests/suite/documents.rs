@@ -216,7 +216,7 @@ const SHORT_CALLS: &str = "tests/libshort";
 #[test]
 fn the_readme_is_short() {
     assert!(read("README.md").lines().count() <= 140);
-    assert!(read("ARCHITECTURE.md").lines().count() <= 90);
+    assert!(read("ARCHITECTURE.md").lines().count() <= 92);
 }
 
 fn put(

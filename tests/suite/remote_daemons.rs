@@ -374,13 +374,18 @@ impl RawTcpClient {
 
 /// Returns the head and the data of the next frame, or `None` if the daemon closed the connection.
 fn receive_frame(stream: &mut impl Read) -> Option<(serde_json::Value, Vec<u8>)> {
+    receive_numbered_frame(stream).map(|(_, head, data)| (head, data))
+}
+
+/// Returns the number, the head and the data of the next frame, or `None` if the connection is closed.
+fn receive_numbered_frame(stream: &mut impl Read) -> Option<(u64, serde_json::Value, Vec<u8>)> {
     let mut header = [0; 24];
     stream.read_exact(&mut header).ok()?;
     let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
     let (mut head, mut data) = (vec![0; word(8) as usize], vec![0; word(12) as usize]);
     stream.read_exact(&mut head).ok()?;
     stream.read_exact(&mut data).ok()?;
-    Some((serde_json::from_slice(&head).unwrap(), data))
+    Some((word(16).into(), serde_json::from_slice(&head).unwrap(), data))
 }
 
 #[test]
@@ -1191,4 +1196,88 @@ fn cancel_at_proxy_daemon_reaches_controller() {
         raw.request(&begin(4, 5), b"").0["begun"].is_object(),
         "the cancelled request does not block the next one"
     );
+}
+
+#[test]
+fn hosts_that_prefetch_at_once_pass_pieces_on() {
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemons: Vec<TestDaemon> =
+        (0..4).map(|_| TestDaemon::with_controller(&controller)).collect();
+    let generators: Vec<Store> = proxy_daemons.iter().map(TestDaemon::connect).collect();
+    let (trainer, dict) = (controller.connect(), model(1, 96));
+    put(&trainer, &dict, &PutOptions::default());
+    let start = std::sync::Barrier::new(generators.len());
+    std::thread::scope(|scope| {
+        for generator in &generators {
+            scope.spawn(|| {
+                start.wait();
+                let fetched = generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+                assert!(fetched.bytes > 90 * MIB);
+            });
+        }
+    });
+    let sent = |daemon: &TestDaemon| daemon.metric("tssd_read_bytes_total");
+    let passed_on: f64 = proxy_daemons.iter().map(sent).sum();
+    // On one machine, a piece comes faster than the names of the others.
+    assert!(passed_on > 40e6, "{passed_on} {}", sent(&controller));
+    assert!(sent(&controller) < 350e6, "{passed_on} {}", sent(&controller));
+    for generator in &generators {
+        assert_eq!(get(generator), dict);
+    }
+    // A host that comes later fetches most of it from those that have everything.
+    let (late, before) = (TestDaemon::with_controller(&controller), sent(&controller));
+    late.connect().prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    assert!(sent(&controller) - before < 30e6, "{}", sent(&controller) - before);
+    assert_eq!(get(&late.connect()), dict);
+}
+
+/// A daemon that answers each read with zeros, or closes the connection.
+fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
+    while let Ok((mut stream, _)) = listener.accept() {
+        std::thread::spawn(move || {
+            while let Some((number, head, _)) = receive_numbered_frame(&mut stream) {
+                let (reply, data) = if head["op"] == "hello" {
+                    let protocol = json!({"major": 2, "minor": 0});
+                    let welcome =
+                        json!({"protocol": protocol, "pid": 1, "inline_max_bytes": 1 << 18});
+                    (json!({"welcome": welcome}), Vec::new())
+                } else if closes {
+                    return;
+                } else {
+                    let len = head["ranges"][0][1].as_u64().unwrap();
+                    (json!({"read": {"crc32": null}}), vec![0; len as usize])
+                };
+                stream.write_all(&frame(3, number, &reply.to_string(), &data)).unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn damaged_and_broken_peers_are_avoided() {
+    for closes in [false, true] {
+        let controller = TestDaemon::new(1 << 30);
+        let proxy_daemon = TestDaemon::with_controller(&controller);
+        let (trainer, generator) = (controller.connect(), proxy_daemon.connect());
+        let dict = model(2, 48);
+        put(&trainer, &dict, &PutOptions::default());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tcp://{}", listener.local_addr().unwrap());
+        std::thread::spawn(move || serve_damaged_bytes(&listener, closes));
+        let mut raw = RawTcpClient::greet(&controller);
+        let (located, _) =
+            raw.request(r#"{"op":"locate","key":"policy","selector":"newest"}"#, b"");
+        let archives = located["leased"]["archives"].as_object().unwrap();
+        let blob = archives.values().next().unwrap()["blob"].as_str().unwrap().to_owned();
+        let announce =
+            json!({"op": "announce", "blob": blob, "address": address, "is_complete": true});
+        assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_peers": []}));
+        generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        assert_eq!(get(&generator), dict);
+
+        let unknown = json!({"op": "announce", "blob": "policy/x/y.tssd", "address": address});
+        assert_eq!(raw.request_failure(&unknown, b"").0, "not_found");
+        let invalid = json!({"op": "announce", "blob": blob, "address": "nowhere"});
+        assert_eq!(raw.request_failure(&invalid, b"").0, "invalid");
+    }
 }

@@ -38,6 +38,8 @@ const DISCARD_TRIES: u32 = 3;
 /// Index of the blobs that other daemons store, by name.
 pub(crate) struct RemoteBlobIndex {
     identity: Identity,
+    /// Where other daemons reach this one. `None`: they do not.
+    own: Option<Endpoint>,
     inner: Lock<Inner>,
 }
 
@@ -106,8 +108,13 @@ struct RemoteBlob {
 }
 
 impl RemoteBlobIndex {
-    pub(crate) fn new(identity: Identity) -> Self {
-        Self { identity, inner: Lock::default() }
+    pub(crate) fn new(identity: Identity, own: Option<Endpoint>) -> Self {
+        Self { identity, own, inner: Lock::default() }
+    }
+
+    /// Returns the address at which other daemons reach this one.
+    pub(crate) fn own(&self) -> Option<&Endpoint> {
+        self.own.as_ref()
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -243,6 +250,60 @@ impl RemoteBlobIndex {
             let text = format_args!("`{name}` is not there (any more): locate its version again");
             Error::new(ErrorKind::NotFound, text)
         }))
+    }
+
+    /// Tells the origin of a blob that this daemon fetches it, or has all of it. Returns the other daemons that do.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if no origin is known; the error of the origin.
+    pub(crate) async fn announce(
+        &self,
+        name: &str,
+        is_complete: bool,
+    ) -> Result<Vec<(Endpoint, bool)>> {
+        let origin = self.inner().blobs.get(name).and_then(|blob| {
+            blob.locations.iter().find(|location| location.kind == ReplicaKind::Origin).cloned()
+        });
+        let (Some(origin), Some(own)) = (origin, &self.own) else {
+            return Err(Error::new(ErrorKind::NotFound, format_args!("`{name}` has no origin")));
+        };
+        let connections = self.connections(&origin.endpoint);
+        let (name, address) = (name.to_owned(), own.to_string());
+        let peers =
+            run_blocking(move || connections.announce(&name, &address, is_complete)).await?;
+        // An address that this daemon cannot use is no source.
+        let usable = peers.into_iter().filter_map(|peer| {
+            let endpoint: Endpoint = peer.address.parse().ok()?;
+            (endpoint.is_tls() == self.is_tls()).then_some((endpoint, peer.is_complete))
+        });
+        Ok(usable.collect())
+    }
+
+    /// Reads a range of a blob from a daemon that fetches it too. The bytes are not verified.
+    ///
+    /// # Errors
+    ///
+    /// The error of that daemon; `Corrupt` if it sent another number of bytes.
+    pub(crate) async fn read_from_peer(
+        &self,
+        endpoint: &Endpoint,
+        name: &str,
+        range: Range,
+    ) -> Result<Bytes> {
+        let (connections, read_permits) = {
+            let mut inner = self.inner();
+            let peer = self.peer_in(&mut inner, endpoint);
+            (peer.connections.clone(), peer.read_permits.clone())
+        };
+        let permit = read_permits.acquire_owned().await;
+        let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
+        let blob = name.to_owned();
+        let read = run_blocking(move || read_from(&connections, &blob, vec![range], false)).await;
+        let (data, _) = read?;
+        let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+        *self.inner().traffic.read_bytes.entry(ReplicaKind::Replica).or_default() += bytes;
+        Ok(data)
     }
 
     /// Moves the first location of a blob to the end, if it is `location` and not the only one.

@@ -197,6 +197,13 @@ impl Replicas {
                 inner.complete.insert(replica.name.clone(), number);
             }
             drop(inner);
+            if published.is_ok() {
+                let (remote_blobs, name) = (self.remote_blobs.clone(), replica.name.clone());
+                drop(tokio::spawn(boxed(async move {
+                    // Daemons that come later then fetch it from here too.
+                    let _ = remote_blobs.announce(&name, true).await;
+                })));
+            }
             self.changed.notify_waiters();
             return published.map(drop);
         }

@@ -30,10 +30,11 @@ use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::net::link::FrameReceiver;
+use crate::net::tls::Endpoint;
 use crate::net::wire::{
-    self, Archives, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location, MAX_FDS,
-    MAX_INLINE_BYTES, Notice, ProtocolVersion, Range, ReadChecksum, Reply, Request, SharedSegment,
-    Welcome,
+    self, Archives, BlobPeer, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location,
+    MAX_FDS, MAX_INLINE_BYTES, Notice, ProtocolVersion, Range, ReadChecksum, Reply, Request,
+    SharedSegment, Welcome,
 };
 use crate::shm::{PeerId, SegmentId, SegmentMemory};
 use crate::status::DaemonStatus;
@@ -360,6 +361,9 @@ impl Session {
                 self.attach_device_memory(segment, fds)?;
                 Reply::Done
             }
+            Request::Announce { blob, address, is_complete } => {
+                Reply::BlobPeers(self.announce(&blob, &address, is_complete)?)
+            }
             Request::Discard { blobs } => {
                 if self.origin.is_local() {
                     return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
@@ -629,6 +633,19 @@ impl Session {
         }
     }
 
+    /// Records that another daemon fetches a blob of this one, or has all of it. Returns the others that do.
+    fn announce(&self, blob: &str, address: &str, is_complete: bool) -> Result<Vec<BlobPeer>> {
+        if self.origin.is_local() {
+            return Err(Error::new(ErrorKind::Refused, "only daemons announce what they fetch"));
+        }
+        // The names are bounded by what this daemon has.
+        if self.state.volume.locate(blob)?.is_none() {
+            return Err(Error::new(ErrorKind::NotFound, format_args!("`{blob}` is not here")));
+        }
+        let address: Endpoint = address.parse()?;
+        Ok(self.state.fetch_peers.announce(blob, address, is_complete, Instant::now()))
+    }
+
     /// Reads ranges of a blob, from memory or through this daemon from another one.
     ///
     /// The data and the copies of it take credit until they are sent.
@@ -683,6 +700,9 @@ impl Session {
         let replicas = &self.state.volume.replicas;
         replicas.prepare(name, len, &*self.state.control_plane).await;
         let read = replicas.read(name, ranges, verify).await?;
+        if read.is_some() && !self.origin.is_local() {
+            self.state.counters.lock().sent_bytes += bytes;
+        }
         Ok(read.map(|(data, sum)| Response {
             data: data.into(),
             credits,

@@ -28,6 +28,7 @@ use crate::daemon::bucket_sync::{Bucket, BucketReplicator};
 use crate::daemon::chunk_verifier::ChunkVerifier;
 use crate::daemon::connected_runs::{ConnectedRuns, SharedRuns};
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
+use crate::daemon::fetch_peers::FetchPeers;
 use crate::daemon::peers::{self, PeerDirectory};
 use crate::daemon::process_watcher::ProcessWatcher;
 use crate::daemon::proxy::ControllerProxy;
@@ -70,6 +71,8 @@ pub(crate) struct DaemonState {
     pub(crate) replicator: Option<Arc<BucketReplicator>>,
     pub(crate) counters: Counters,
     pub(crate) chunk_verifier: ChunkVerifier,
+    /// The daemons that fetch blobs of this one.
+    pub(crate) fetch_peers: FetchPeers,
     pub(crate) process_watcher: Arc<ProcessWatcher>,
     /// Serializes copies of manifests from other daemons.
     manifest_copy_lock: AsyncMutex<()>,
@@ -153,7 +156,8 @@ impl DaemonState {
             ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(disk.clone()))).await?;
             directory = Some(DirectoryVolume::new(disk));
         }
-        let tiers = TieredVolume::new(pool, directory, RemoteBlobIndex::new(identity.clone()));
+        let tiers =
+            TieredVolume::new(pool, directory, RemoteBlobIndex::new(identity.clone(), own.clone()));
         let mut background = JoinSet::new();
         let connected_runs = Arc::new(ConnectedRuns::default());
         let environment = || Arc::new(SystemEnvironment);
@@ -244,6 +248,7 @@ impl DaemonState {
             replicator: None,
             counters: Counters::default(),
             chunk_verifier: ChunkVerifier::default(),
+            fetch_peers: FetchPeers::default(),
             process_watcher: Arc::default(),
             manifest_copy_lock: AsyncMutex::default(),
             instance,

@@ -9,7 +9,7 @@ pub(crate) use frame::{
     MAX_WRITE_BYTES,
 };
 pub(crate) use message::{
-    Archives, Begin, BeginReply, Failure, Hello, KeyPage, LeaseReply, Location, Notice,
+    Archives, Begin, BeginReply, BlobPeer, Failure, Hello, KeyPage, LeaseReply, Location, Notice,
     PrefetchReply, ProtocolVersion, ReadChecksum, Reply, Request, SharedSegment, UnreadCounts,
     Welcome, WriteTarget,
 };

@@ -94,7 +94,7 @@ fn tiered() -> Backend {
 
     let (directory, folder) = new_directory();
     let pool = Arc::new(crate::shm::Pool::new(1 << 30));
-    let remote_blobs = RemoteBlobIndex::new(crate::net::tls::Identity::default());
+    let remote_blobs = RemoteBlobIndex::new(crate::net::tls::Identity::default(), None);
     Backend {
         name: "tiered",
         volume: Arc::new(TieredVolume::new(pool.clone(), Some(directory), remote_blobs)),

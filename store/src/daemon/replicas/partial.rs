@@ -1,5 +1,7 @@
 //! A partial replica of an archive: its bytes are fetched on demand, each byte once for all readers.
 
+mod shared_fetch;
+
 use std::ops;
 use std::pin::pin;
 use std::sync::{Arc, RwLock};
@@ -166,11 +168,12 @@ impl PartialReplica {
         .await
     }
 
-    /// Fetches all missing bytes.
+    /// Fetches all missing bytes, from holders and from daemons that fetch the archive too.
     pub(crate) async fn complete(
         self: &Arc<Self>,
         remote_blobs: &Arc<RemoteBlobIndex>,
     ) -> Result<()> {
+        shared_fetch::fetch(self, remote_blobs).await?;
         let parts = Arc::new(Lock::new(self.missing_requests().into_iter()));
         let mut fetchers: JoinSet<Result<()>> = JoinSet::new();
         for _ in 0..FETCHERS {

@@ -22,8 +22,8 @@ use crate::io::sync::{Lock, MutexGuard};
 use crate::ledger::{RunId, RunStatus};
 use crate::net::tls::{Duplex, IO_TIMEOUT};
 use crate::net::wire::{
-    FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion, Range,
-    ReadChecksum, Reply, Request,
+    BlobPeer, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion,
+    Range, ReadChecksum, Reply, Request,
 };
 
 /// Maximum number of connections. More of them do not increase the throughput of a network.
@@ -141,6 +141,23 @@ impl ConnectionPool {
         self.with_connection(&CancelToken::default(), |connection| {
             match connection.call(&request, &CancelToken::default())? {
                 (Reply::Read(sum), data) => Ok((data.into(), sum)),
+                (other, _) => Err(unexpected_reply(&other)),
+            }
+        })
+    }
+
+    /// Tells the daemon that another one, at `address`, fetches a blob or has all of it. Returns the others that do.
+    pub(crate) fn announce(
+        &self,
+        blob: &str,
+        address: &str,
+        is_complete: bool,
+    ) -> Result<Vec<BlobPeer>> {
+        let (blob, address) = (blob.to_owned(), address.to_owned());
+        let request = Request::Announce { blob, address, is_complete };
+        self.with_connection(&CancelToken::default(), |connection| {
+            match connection.call(&request, &CancelToken::default())? {
+                (Reply::BlobPeers(peers), _) => Ok(peers),
                 (other, _) => Err(unexpected_reply(&other)),
             }
         })

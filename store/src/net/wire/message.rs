@@ -115,6 +115,14 @@ pub(crate) enum Request {
         #[serde(default)]
         verify: bool,
     },
+    /// Says that the client, which is a daemon, fetches a blob or has all of it. Returns the other daemons that do.
+    Announce {
+        blob: String,
+        /// Where other daemons reach the client.
+        address: String,
+        #[serde(default)]
+        is_complete: bool,
+    },
     /// Deletes blobs that this daemon stores for the controller that sends the request.
     Discard {
         blobs: Vec<String>,
@@ -226,6 +234,7 @@ impl Request {
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",
+            Self::Announce { .. } => "announce",
             Self::Discard { .. } => "discard",
             Self::FindUnknownBlobs { .. } => "find_unknown_blobs",
             Self::AttachDeviceMemory { .. } => "attach_device_memory",
@@ -300,6 +309,8 @@ pub(crate) enum Reply {
     Leased(LeaseReply),
     /// The data is the bytes.
     Read(ReadChecksum),
+    /// The daemons that fetch a blob or have all of it.
+    BlobPeers(Vec<BlobPeer>),
     /// The blobs that the daemon does not know.
     UnknownBlobs(Vec<String>),
     /// The version that was copied.
@@ -323,6 +334,14 @@ pub(crate) enum Reply {
     Segments(Vec<SharedSegment>),
     Done,
     Failed(Failure),
+}
+
+/// A daemon that fetches a blob of another one, or has all of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BlobPeer {
+    pub(crate) address: String,
+    #[serde(default)]
+    pub(crate) is_complete: bool,
 }
 
 /// Counts of the followers of a key, and of the versions that they hold.

@@ -54,7 +54,7 @@ fn key() -> Key {
 pub(crate) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
         let pool = Arc::new(Pool::new(LIMIT));
-        let tiers = TieredVolume::new(pool, None, RemoteBlobIndex::new(Identity::default()));
+        let tiers = TieredVolume::new(pool, None, RemoteBlobIndex::new(Identity::default(), None));
         let world = Arc::new(TestEnvironment::default());
         let ledgers = Arc::new(OwnedLedgers::default());
         let controller = LocalController::new(ledgers, Arc::new(tiers.clone()), world.clone());

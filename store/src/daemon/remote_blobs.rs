@@ -252,23 +252,29 @@ impl RemoteBlobIndex {
         }))
     }
 
+    /// Returns the daemon where a blob was put, if it is known.
+    pub(crate) fn origin(&self, name: &str) -> Option<Endpoint> {
+        let inner = self.inner();
+        let mut locations = inner.blobs.get(name)?.locations.iter();
+        let origin = locations.find(|location| location.kind == ReplicaKind::Origin)?;
+        Some(origin.endpoint.clone())
+    }
+
     /// Tells the origin of a blob that this daemon fetches it, or has all of it. Returns the other daemons that do.
     ///
     /// # Errors
     ///
-    /// `NotFound` if no origin is known; the error of the origin.
+    /// `Unsupported` if other daemons do not reach this one; the error of the origin.
     pub(crate) async fn announce(
         &self,
+        origin: &Endpoint,
         name: &str,
         is_complete: bool,
     ) -> Result<Vec<(Endpoint, bool)>> {
-        let origin = self.inner().blobs.get(name).and_then(|blob| {
-            blob.locations.iter().find(|location| location.kind == ReplicaKind::Origin).cloned()
-        });
-        let (Some(origin), Some(own)) = (origin, &self.own) else {
-            return Err(Error::new(ErrorKind::NotFound, format_args!("`{name}` has no origin")));
+        let Some(own) = &self.own else {
+            return Err(Error::new(ErrorKind::Unsupported, "other daemons do not reach this one"));
         };
-        let connections = self.connections(&origin.endpoint);
+        let connections = self.connections(origin);
         let (name, address) = (name.to_owned(), own.to_string());
         let peers =
             run_blocking(move || connections.announce(&name, &address, is_complete)).await?;

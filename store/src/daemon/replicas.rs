@@ -186,6 +186,8 @@ impl Replicas {
         let complete = replica.complete(&self.remote_blobs).await;
         complete.inspect_err(|_| replica.cancel_rest())?;
         if let Some(memory) = replica.take_buffer() {
+            // Once the archive is here, its origin may be forgotten.
+            let origin = self.remote_blobs.origin(&replica.name);
             let (replicas, name) = (self.clone(), replica.name.clone());
             let published = run_blocking(move || replicas.publish(&name, memory)).await;
             let number = self.next_number();
@@ -197,11 +199,11 @@ impl Replicas {
                 inner.complete.insert(replica.name.clone(), number);
             }
             drop(inner);
-            if published.is_ok() {
+            if let Some(origin) = origin.filter(|_| published.is_ok()) {
                 let (remote_blobs, name) = (self.remote_blobs.clone(), replica.name.clone());
                 drop(tokio::spawn(boxed(async move {
                     // Daemons that come later then fetch it from here too.
-                    let _ = remote_blobs.announce(&name, true).await;
+                    let _ = remote_blobs.announce(&origin, &name, true).await;
                 })));
             }
             self.changed.notify_waiters();

@@ -75,18 +75,18 @@ impl Outcome {
         };
         let hosts = (0..fleet.hosts).filter(counts);
         let last = hosts.map(|host| self.completed[host].expect("it has all pieces")).max();
-        self.fraction(last.unwrap_or(0), self.bound)
+        fraction(last.unwrap_or(0), self.bound)
     }
 
     /// Returns what the holder has sent, as a multiple of the archive.
     fn sent(&self, fleet: &Fleet) -> f64 {
-        self.fraction(self.sent_by_holder, u64::from(fleet.pieces))
+        fraction(self.sent_by_holder, u64::from(fleet.pieces))
     }
+}
 
-    #[expect(clippy::cast_precision_loss, reason = "times and counts are far below 2^52")]
-    fn fraction(&self, value: u64, whole: u64) -> f64 {
-        value as f64 / whole as f64
-    }
+#[expect(clippy::cast_precision_loss, reason = "times and counts are far below 2^52")]
+fn fraction(value: u64, whole: u64) -> f64 {
+    value as f64 / whole as f64
 }
 
 struct Simulation<'a> {

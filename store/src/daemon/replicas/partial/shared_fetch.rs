@@ -48,7 +48,9 @@ pub(super) async fn fetch(
     replica: &Arc<PartialReplica>,
     remote_blobs: &Arc<RemoteBlobIndex>,
 ) -> Result<()> {
-    let Some(own) = remote_blobs.own() else { return Ok(()) };
+    let (Some(own), Some(origin)) = (remote_blobs.own(), remote_blobs.origin(&replica.name)) else {
+        return Ok(());
+    };
     if replica.len < MIN_SHARED_BYTES {
         return Ok(());
     }
@@ -72,6 +74,7 @@ pub(super) async fn fetch(
         remote_blobs: remote_blobs.clone(),
         pieces,
         plan,
+        origin,
         peers: Vec::new(),
         started: Instant::now(),
     };
@@ -159,6 +162,8 @@ struct SharedFetch {
     remote_blobs: Arc<RemoteBlobIndex>,
     pieces: Arc<Pieces>,
     plan: FetchPlan,
+    /// The daemon where the archive was put.
+    origin: Endpoint,
     /// The addresses of the peers.
     peers: Vec<(PeerId, Endpoint)>,
     started: Instant,
@@ -193,7 +198,7 @@ impl SharedFetch {
     /// Asks the origin for the other daemons that fetch the archive. Without an answer, the known ones stay.
     async fn find_peers(&mut self) {
         let name = &self.replica.name;
-        let found = match self.remote_blobs.announce(name, false).await {
+        let found = match self.remote_blobs.announce(&self.origin, name, false).await {
             Ok(found) => found,
             Err(error) => {
                 tracing::debug!(name, %error, "the origin names no peers");

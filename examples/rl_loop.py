@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-import tssd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -74,9 +73,7 @@ class Engine:
     def generate(self, count: int, length: int, temperature: float) -> list[list[int]]:
         from vllm import SamplingParams
 
-        options = SamplingParams(
-            n=count, max_tokens=length, temperature=temperature, ignore_eos=True, detokenize=False
-        )
+        options = SamplingParams(n=count, max_tokens=length, temperature=temperature, ignore_eos=True, detokenize=False)
         (result,) = self.llm.generate([{"prompt_token_ids": PROMPT}], options, use_tqdm=False)
         return [list(answer.token_ids) for answer in result.outputs]
 

@@ -49,7 +49,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> tssd.Store:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_whole_tensors_equal_those_of_the_oracle(store: tssd.Store, dtype: Any) -> None:
-    weights = {"a": torch.randn(16, 32), "b": torch.randn(13, 21), "c": torch.zeros(4, 8), "d": torch.randn(1, 3) * 1e-4}
+    weights = {
+        "a": torch.randn(16, 32),
+        "b": torch.randn(13, 21),
+        "c": torch.zeros(4, 8),
+        "d": torch.randn(1, 3) * 1e-4,
+    }
     weights["b"][4:8, 8:16] = 0
     stored = {f"{name}.weight": weight.to(dtype) for name, weight in weights.items()}
     store.put_state_dict(stored, "x")
@@ -63,7 +68,10 @@ def test_whole_tensors_equal_those_of_the_oracle(store: tssd.Store, dtype: Any) 
         elements, scales = expected(tensor, (4, 8))
         assert torch.equal(into[f"{name}_scale_inv"], scales)
         assert bits(into[name]) == bits(elements)
-        back = into[name].float() * scales.repeat_interleave(4, 0).repeat_interleave(8, 1)[: elements.shape[0], : elements.shape[1]]
+        back = (
+            into[name].float()
+            * scales.repeat_interleave(4, 0).repeat_interleave(8, 1)[: elements.shape[0], : elements.shape[1]]
+        )
         # Three bits of a fraction, and subnormal numbers of 2^-9.
         assert torch.all((back - tensor.float()).abs() <= tensor.float().abs() / 16 + scales.max() * 2**-10)
     # Elements and scales are computed from the whole tensor each.
@@ -93,7 +101,9 @@ def test_each_shard_has_the_elements_of_the_whole(store: tssd.Store, staged: boo
             unit = (1, 1, 1) if name == "e.weight" else (1, 4, 8)
             count = 1
             for start, size, step, scale, limit in zip(starts, sizes, block, unit, weight.shape):
-                count *= min(-(-(start + size) // step) * step * scale, limit) - start // step * step * scale if size else 0
+                count *= (
+                    min(-(-(start + size) // step) * step * scale, limit) - start // step * step * scale if size else 0
+                )
             needed += count * 2
         if staged:
             with store.stage("x", into, mapping=RULES) as version:
@@ -104,7 +114,10 @@ def test_each_shard_has_the_elements_of_the_whole(store: tssd.Store, staged: boo
             _, report = store.get_state_dict("x", into=into, mapping=RULES, return_report=True)
             assert report.bytes_staged == needed
         assert report.bytes_needed == needed
-        for name, whole, (starts, sizes) in [("e.weight", elements, boxes[0]), ("e.weight_scale_inv", scales, boxes[1])]:
+        for name, whole, (starts, sizes) in [
+            ("e.weight", elements, boxes[0]),
+            ("e.weight_scale_inv", scales, boxes[1]),
+        ]:
             part = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
             assert bits(into[name].local) == bits(part)
 
@@ -148,7 +161,9 @@ def test_invalid_uses_are_refused(store: tssd.Store) -> None:
         with pytest.raises(error, match=text):
             store.get_state_dict("x", into={name: into}, mapping=Mapping({name: quantize(name)}), strict=False)
     into = {"n": torch.empty(8, 8, dtype=FP8)}
-    _, report = store.get_state_dict("x", into=into, mapping=Mapping({"n": quantize("n")}), strict=False, return_report=True)
+    _, report = store.get_state_dict(
+        "x", into=into, mapping=Mapping({"n": quantize("n")}), strict=False, return_report=True
+    )
     assert report.missing_keys == ["n"]
     with pytest.raises(ValueError, match="a rule that quantizes cannot put"):
         store.put_state_dict({"w": torch.empty(8, 8, dtype=FP8)}, "y", mapping=Mapping({"w": quantize("w")}))

@@ -13,7 +13,7 @@ A rule has the name of a tensor of the process, and an expression of stored tens
 `get_state_dict` the store copies the stored parts into the tensor, without a temporary tensor. With `put_state_dict`
 the parts of the tensor are stored under their own names. Tensors without a rule have the same name on both sides.
 
-`quantize` and `block_scales` compute: what they read is in temporary tensors, which the report counts as `bytes_staged`.
+`quantize` and `block_scales` compute. They read from temporary tensors, which the report counts as `bytes_staged`.
 """
 
 from __future__ import annotations
@@ -327,7 +327,9 @@ class _Quantize(_OfOne):
     def _value(self, bindings: _Bindings, stored: _Dict[str, _Shape]) -> _Value:
         value = self.part._value(bindings, stored)
         if len(value.shape) < 2:
-            raise _Problem("SliceMismatch", f"a tensor of shape {list(value.shape)} has no blocks: it needs 2 dimensions")
+            raise _Problem(
+                "SliceMismatch", f"a tensor of shape {list(value.shape)} has no blocks: it needs 2 dimensions"
+            )
         return value
 
     def _infer(self, bindings: _Bindings, shape: _Shape, stored: dict[str, _Shape]) -> None:
@@ -418,10 +420,12 @@ def transpose(part: str | Expression, dim0: int, dim1: int) -> Expression:
 
 
 def quantize(part: str | Expression, block: tuple[int, int] = (128, 128)) -> Expression:
-    """Quantizes a tensor to float8_e4m3fn, with one scale for each block. Only for gets, and the outermost part of a rule.
+    """Quantizes a tensor to float8_e4m3fn, with one scale for each block. Only for gets.
 
-    The blocks are those of the global tensor, so each rank gets the elements that a quantization of the whole tensor has.
-    A rank whose shard cuts blocks reads these blocks whole.
+    It is the outermost part of a rule.
+
+    The blocks are those of the global tensor, so each rank gets the elements that a quantization of the whole tensor
+    has. A rank whose shard cuts blocks reads these blocks whole.
 
     Args:
         part: the name of a stored tensor, or an expression. Its elements are floating, and of at least 16 bits.
@@ -441,8 +445,8 @@ def quantize(part: str | Expression, block: tuple[int, int] = (128, 128)) -> Exp
 def block_scales(part: str | Expression, block: tuple[int, int] = (128, 128)) -> Expression:
     """Returns the scales of `quantize` of a tensor, as float32: the element is the quantized one times its scale.
 
-    The last two dimensions have one scale for each block. The scale is the largest magnitude of the block divided by 448,
-    and 1 for a block of zeros.
+    The last two dimensions have one scale for each block. The scale is the largest magnitude of the block divided by
+    448, and 1 for a block of zeros.
 
     Args:
         part: the name of a stored tensor, or an expression, as in `quantize`.
@@ -477,9 +481,9 @@ class Mapping:
 
     Args:
         rules: names of tensors of the process, each with the name of a stored tensor, or an expression: `fuse`,
-            `stack`, `narrow`, `shard`, `transpose`, `quantize`, `block_scales`. The first rule whose name fits is used. A name can have
-            placeholders, as routes of web frameworks do: `{name}` is a part of the name without a dot, `{name:int}` a
-            number, and `{name:path}` any text. The stored names repeat them: `{name}`.
+            `stack`, `narrow`, `shard`, `transpose`, `quantize`, `block_scales`. The first rule whose name fits is
+            used. A name can have placeholders, as routes of web frameworks do: `{name}` is a part of the name without
+            a dot, `{name:int}` a number, and `{name:path}` any text. The stored names repeat them: `{name}`.
 
     Raises:
         TssdValueError: a rule is invalid.

@@ -2,9 +2,9 @@
 
 Usage: python tests/vllm/bench_update.py [--layers N] [--rounds N]
 
-Both run in turns in each round. The trainer is in this process, the engine has two tensor-parallel workers. The model has
-the shape of Qwen2.5-0.5B. `pause` is the time for which the engine cannot serve, `all` the time from the trainer's weights to
-the engine's. The engine post-processes its parameters in both. `without` leaves out the time of that.
+Both run in turns in each round. The trainer is in this process, the engine has two tensor-parallel workers. The model
+has the shape of Qwen2.5-0.5B. `pause` is the time for which the engine cannot serve, `all` the time from the trainer's
+weights to the engine's. The engine post-processes its parameters in both. `without` leaves out the time of that.
 """
 
 from __future__ import annotations

@@ -159,8 +159,7 @@ def test_each_rank_receives_exactly_its_shard(llama: Engine, daemon: Daemon) -> 
 
 @pytest.mark.supports(
     "vLLM",
-    "the engine serves its old weights while a version is staged, also if the version is deleted "
-    "meanwhile",
+    "the engine serves its old weights while a version is staged, also if the version is deleted meanwhile",
 )
 def test_engine_serves_its_weights_until_the_commit(llama: Engine, daemon: Daemon) -> None:
     model = make_model(llama.config, seed=4)
@@ -345,7 +344,9 @@ def test_weights_that_are_not_finite_are_not_put(llama: Engine, daemon: Daemon) 
     tssd.Store(daemon.url).delete("policy")
 
 
-@pytest.mark.supports("vLLM", "after a put that failed on one of two ranks, the next version has the weights of one step")
+@pytest.mark.supports(
+    "vLLM", "after a put that failed on one of two ranks, the next version has the weights of one step"
+)
 def test_failed_put_of_one_rank_mixes_no_steps(daemon: Daemon) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*command, str(HERE / "failing_ranks.py"), daemon.url], check=True, cwd=HERE)

@@ -291,9 +291,7 @@ class TssdTrainerMixin:
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
             optimizer = self._torch_optimizer()
-            state = load_shards(
-                folder / SHARDS, "optimizer", get_optimizer_state_dict(model, optimizer), allow_pickle
-            )
+            state = load_shards(folder / SHARDS, "optimizer", get_optimizer_state_dict(model, optimizer), allow_pickle)
             set_optimizer_state_dict(model, optimizer, state)
         elif is_sharded(model):
             text = f"`{folder / OPTIMIZER}` is that of a model that was not sharded, and the model is sharded"

@@ -153,7 +153,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return get_world_group() if self.parallel_config.data_parallel_size == 1 else get_tp_group()
 
     def _newest_version(self) -> int | None:
-        """Returns the number of the newest version, the same on all workers. None: the first worker does not find it."""
+        """Returns the number of the newest version, the same on all workers. None: the first worker finds none."""
         group = self._group()
         newest: list[int | None] = [None]
 

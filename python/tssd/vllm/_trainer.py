@@ -152,7 +152,7 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
         # Waiting in the workers would stop the engine.
         with self._store.wait_for_version(self._info.key, self._version, timeout=self._info.timeout) as visible:
             if visible.version != self._version:
-                text = f"version {self._version} of key `{self._info.key}` did not become visible: a rank has not put its part"
+                text = f"version {self._version} of key `{self._info.key}` is not visible: a rank has not put its part"
                 advice = "put the weights of one step on all ranks again"
                 raise new_exception("refused", "", text, None, advice, None, None, self._info.key, self._version)
         self.client.start_weight_update()
@@ -198,12 +198,10 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
 
     def _report(self, role: str, **numbers: Any) -> None:
         """Reports a part of the update to the last version."""
-        report_sync(
-            SyncRecord(key=self._info.key, version=self._version, role=role, source=self._store.url, **numbers)
-        )
+        report_sync(SyncRecord(key=self._info.key, version=self._version, role=role, source=self._store.url, **numbers))
 
     def _local_state(self) -> tuple[dict[str, Any], int | None]:
-        """Returns the tensors that this rank puts, and the number of ranks that put. None: the meshes of DTensors say it.
+        """Returns the tensors that this rank puts, and the number of ranks that put. None: the DTensors say it.
 
         Shards stay shards.
         """

@@ -48,9 +48,11 @@ class SyncRecord:
 
         The version number is "tssd/version".
         """
-        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, (int, float))}
-        version = {"tssd/version": numbers.pop("version")}
-        return version | {f"tssd/{self.role}/{name}": value for name, value in numbers.items()}
+        metrics: dict[str, float] = {"tssd/version": self.version}
+        for name, value in asdict(self).items():
+            if name != "version" and isinstance(value, (int, float)):
+                metrics[f"tssd/{self.role}/{name}"] = value
+        return metrics
 
 
 _callbacks: list[Callable[[SyncRecord], None]] = []

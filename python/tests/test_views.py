@@ -69,17 +69,18 @@ def test_views_of_one_storage_are_tied_and_strided(url: str) -> None:
 
 def test_slice_inside_one_stored_slice_is_a_view(url: str) -> None:
     store = tssd.Store(url)
-    whole = torch.arange(64.0).reshape(8, 8)
-    halves = [tssd.TensorSlice([row, 0], None, [8, 8], [4, 8], []) for row in (0, 4)]
+    # A small archive is copied, and not mapped.
+    whole = torch.arange(2.0**20).reshape(1024, 1024)
+    halves = [tssd.TensorSlice([row, 0], None, [1024, 1024], [512, 1024], []) for row in (0, 512)]
     for writer, part in enumerate(halves):
-        shard = tssd.TensorShard(whole[4 * writer : 4 * writer + 4], part)
+        shard = tssd.TensorShard(whole[512 * writer : 512 * writer + 512], part)
         store.put_state_dict({"w": shard}, "k", version=1, writers=2, writer=writer, job="j")
-    box = tssd.TensorSlice([5, 2], None, [8, 8], [2, 3], [])
+    box = tssd.TensorSlice([515, 2], None, [1024, 1024], [2, 3], [])
     got = store.get("k", fqn="w", tensor_slice=box)
-    assert torch.equal(got, whole[5:7, 2:5]) and got.stride() == (8, 1)
-    across = tssd.TensorSlice([3, 2], None, [8, 8], [2, 3], [])
+    assert torch.equal(got, whole[515:517, 2:5]) and got.stride() == (1024, 1)
+    across = tssd.TensorSlice([511, 2], None, [1024, 1024], [2, 3], [])
     got = store.get("k", fqn="w", tensor_slice=across)
-    assert torch.equal(got, whole[3:5, 2:5]) and got.stride() == (3, 1)
+    assert torch.equal(got, whole[511:513, 2:5]) and got.stride() == (3, 1)
     got, report = store.get_state_dict("k", return_report=True)
     assert torch.equal(got["w"], whole) and report.bytes_viewed == 0
 

@@ -5,7 +5,7 @@ mod chunk_verifier;
 mod connected_runs;
 mod control_plane;
 mod counters;
-mod fetch_peers;
+mod fetchers;
 mod host_defaults;
 mod http;
 mod metrics;

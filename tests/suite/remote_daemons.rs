@@ -1254,7 +1254,7 @@ fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
 }
 
 #[test]
-fn damaged_and_broken_peers_are_avoided() {
+fn damaged_and_broken_fetchers_are_avoided() {
     for closes in [false, true] {
         let controller = TestDaemon::new(1 << 30);
         let proxy_daemon = TestDaemon::with_controller(&controller);
@@ -1271,7 +1271,7 @@ fn damaged_and_broken_peers_are_avoided() {
         let blob = archives.values().next().unwrap()["blob"].as_str().unwrap().to_owned();
         let announce =
             json!({"op": "announce", "blob": blob, "address": address, "is_complete": true});
-        assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_peers": []}));
+        assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_fetchers": []}));
         generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
         assert_eq!(get(&generator), dict);
 

@@ -276,12 +276,12 @@ impl RemoteBlobIndex {
         };
         let connections = self.connections(origin);
         let (name, address) = (name.to_owned(), own.to_string());
-        let peers =
+        let fetchers =
             run_blocking(move || connections.announce(&name, &address, is_complete)).await?;
         // An address that this daemon cannot use is no source.
-        let usable = peers.into_iter().filter_map(|peer| {
-            let endpoint: Endpoint = peer.address.parse().ok()?;
-            (endpoint.is_tls() == self.is_tls()).then_some((endpoint, peer.is_complete))
+        let usable = fetchers.into_iter().filter_map(|fetcher| {
+            let endpoint: Endpoint = fetcher.address.parse().ok()?;
+            (endpoint.is_tls() == self.is_tls()).then_some((endpoint, fetcher.is_complete))
         });
         Ok(usable.collect())
     }
@@ -291,7 +291,7 @@ impl RemoteBlobIndex {
     /// # Errors
     ///
     /// The error of that daemon; `Corrupt` if it sent another number of bytes.
-    pub(crate) async fn read_from_peer(
+    pub(crate) async fn read_from_fetcher(
         &self,
         endpoint: &Endpoint,
         name: &str,

@@ -32,7 +32,7 @@ use crate::ledger::Selector;
 use crate::net::link::FrameReceiver;
 use crate::net::tls::Endpoint;
 use crate::net::wire::{
-    self, Archives, BlobPeer, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location,
+    self, Archives, BlobFetcher, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location,
     MAX_FDS, MAX_INLINE_BYTES, Notice, ProtocolVersion, Range, ReadChecksum, Reply, Request,
     SharedSegment, Welcome,
 };
@@ -362,7 +362,7 @@ impl Session {
                 Reply::Done
             }
             Request::Announce { blob, address, is_complete } => {
-                Reply::BlobPeers(self.announce(&blob, &address, is_complete)?)
+                Reply::BlobFetchers(self.announce(&blob, &address, is_complete)?)
             }
             Request::Discard { blobs } => {
                 if self.origin.is_local() {
@@ -634,7 +634,7 @@ impl Session {
     }
 
     /// Records that another daemon fetches a blob of this one, or has all of it. Returns the others that do.
-    fn announce(&self, blob: &str, address: &str, is_complete: bool) -> Result<Vec<BlobPeer>> {
+    fn announce(&self, blob: &str, address: &str, is_complete: bool) -> Result<Vec<BlobFetcher>> {
         if self.origin.is_local() {
             return Err(Error::new(ErrorKind::Refused, "only daemons announce what they fetch"));
         }
@@ -643,7 +643,7 @@ impl Session {
             return Err(Error::new(ErrorKind::NotFound, format_args!("`{blob}` is not here")));
         }
         let address: Endpoint = address.parse()?;
-        Ok(self.state.fetch_peers.announce(blob, address, is_complete, Instant::now()))
+        Ok(self.state.fetchers.announce(blob, address, is_complete, Instant::now()))
     }
 
     /// Reads ranges of a blob, from memory or through this daemon from another one.

@@ -28,7 +28,7 @@ use crate::daemon::bucket_sync::{Bucket, BucketReplicator};
 use crate::daemon::chunk_verifier::ChunkVerifier;
 use crate::daemon::connected_runs::{ConnectedRuns, SharedRuns};
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
-use crate::daemon::fetch_peers::FetchPeers;
+use crate::daemon::fetchers::Fetchers;
 use crate::daemon::peers::{self, PeerDirectory};
 use crate::daemon::process_watcher::ProcessWatcher;
 use crate::daemon::proxy::ControllerProxy;
@@ -72,7 +72,7 @@ pub(crate) struct DaemonState {
     pub(crate) counters: Counters,
     pub(crate) chunk_verifier: ChunkVerifier,
     /// The daemons that fetch blobs of this one.
-    pub(crate) fetch_peers: FetchPeers,
+    pub(crate) fetchers: Fetchers,
     pub(crate) process_watcher: Arc<ProcessWatcher>,
     /// Serializes copies of manifests from other daemons.
     manifest_copy_lock: AsyncMutex<()>,
@@ -248,7 +248,7 @@ impl DaemonState {
             replicator: None,
             counters: Counters::default(),
             chunk_verifier: ChunkVerifier::default(),
-            fetch_peers: FetchPeers::default(),
+            fetchers: Fetchers::default(),
             process_watcher: Arc::default(),
             manifest_copy_lock: AsyncMutex::default(),
             instance,

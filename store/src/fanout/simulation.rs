@@ -1,18 +1,18 @@
 //! A simulation of hosts that fetch one archive at the same time, in virtual time, with the code that decides.
 //!
-//! Each link sends its bytes in the order of the requests. A piece has come when the uplink of its sender and the downlink
-//! of its receiver have sent it.
+//! Each link sends its bytes in the order of the requests. A piece has come when the uplink of its sender and the
+//! downlink of its receiver have sent it.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
-use super::{FetchPlan, Peer, PeerId, PieceNumber, PieceRequest, Source};
+use super::{FetchPlan, Fetcher, FetcherId, PieceNumber, PieceRequest, Source};
 
 /// Time from a request to the first byte.
 const LATENCY: u64 = 200;
 
-/// Times after which a host asks for the other peers again. The last one repeats.
+/// Times after which a host asks for the other fetchers again. The last one repeats.
 const ANNOUNCE_INTERVALS: [u64; 5] = [10_000, 20_000, 40_000, 100_000, 200_000];
 
 /// Time after which a request to a host that died fails.
@@ -44,7 +44,7 @@ struct Host {
     uplink_free: u64,
     downlink_free: u64,
     completed: Option<u64>,
-    /// Number of times that it has asked for the other peers.
+    /// Number of times that it has asked for the other fetchers.
     announcements: usize,
 }
 
@@ -99,7 +99,7 @@ struct Simulation<'a> {
     sent_by_holder: u64,
 }
 
-fn peer_id(host: usize) -> PeerId {
+fn fetcher_id(host: usize) -> FetcherId {
     let number = u64::try_from(host).expect("usize has at most 64 bits");
     (number + 1).wrapping_mul(0x2545_f491_4f6c_dd1d)
 }
@@ -119,7 +119,7 @@ impl Fleet {
 
     fn run(&self) -> Outcome {
         let host = |number| Host {
-            plan: FetchPlan::new(peer_id(number), self.pieces, 0..self.pieces),
+            plan: FetchPlan::new(fetcher_id(number), self.pieces, 0..self.pieces),
             present: BTreeSet::new(),
             on_demand: BTreeSet::new(),
             waiting: BTreeMap::new(),
@@ -138,7 +138,7 @@ impl Fleet {
             sent_by_holder: 0,
         };
         for host in 0..self.hosts {
-            let spread = peer_id(host) % (self.jitter + 1);
+            let spread = fetcher_id(host) % (self.jitter + 1);
             let start = self.late.get(&host).copied().unwrap_or(spread);
             simulation.schedule(start, Event::Announce(host));
         }
@@ -183,23 +183,23 @@ impl Simulation<'_> {
         }
     }
 
-    /// Tells a host the peers that have joined.
+    /// Tells a host the fetchers that have joined.
     fn announce(&mut self, host: usize) {
         if self.is_dead(host) || self.hosts[host].completed.is_some() {
             return;
         }
         self.hosts[host].announcements += 1;
-        let peers: Vec<Peer> = self
+        let fetchers: Vec<Fetcher> = self
             .hosts
             .iter()
             .enumerate()
-            .filter(|(_, peer)| peer.announcements > 0)
-            .map(|(number, peer)| Peer {
-                id: peer_id(number),
-                is_complete: peer.completed.is_some(),
+            .filter(|(_, fetcher)| fetcher.announcements > 0)
+            .map(|(number, fetcher)| Fetcher {
+                id: fetcher_id(number),
+                is_complete: fetcher.completed.is_some(),
             })
             .collect();
-        self.hosts[host].plan.set_peers(peers);
+        self.hosts[host].plan.set_fetchers(fetchers);
         self.poll(host);
         let last = ANNOUNCE_INTERVALS.len() - 1;
         let interval = ANNOUNCE_INTERVALS[(self.hosts[host].announcements - 1).min(last)];
@@ -221,26 +221,26 @@ impl Simulation<'_> {
             self.schedule(self.now, Event::Deliver { to: host, request, is_on_demand: false });
             return;
         }
-        let Source::Peer(id) = request.source else {
+        let Source::Fetcher(id) = request.source else {
             // Another host may have asked for it before.
             if !self.hosts[host].on_demand.contains(&request.piece) {
                 self.send_from_holder(host, request, false);
             }
             return;
         };
-        let peer = (0..self.hosts.len()).find(|peer| peer_id(*peer) == id);
-        let peer = peer.expect("the peer is a host");
-        if self.is_dead(peer) {
+        let fetcher = (0..self.hosts.len()).find(|fetcher| fetcher_id(*fetcher) == id);
+        let fetcher = fetcher.expect("the fetcher is a host");
+        if self.is_dead(fetcher) {
             self.schedule(self.now + RESET, Event::Reset { to: host, request });
-        } else if self.hosts[peer].present.contains(&request.piece) {
-            self.send(peer, host, request);
+        } else if self.hosts[fetcher].present.contains(&request.piece) {
+            self.send(fetcher, host, request);
         } else {
             let is_requested =
-                self.hosts[peer].plan.in_flight.keys().any(|it| it.piece == request.piece);
-            self.hosts[peer].waiting.entry(request.piece).or_default().push(host);
-            if !is_requested && self.hosts[peer].on_demand.insert(request.piece) {
+                self.hosts[fetcher].plan.in_flight.keys().any(|it| it.piece == request.piece);
+            self.hosts[fetcher].waiting.entry(request.piece).or_default().push(host);
+            if !is_requested && self.hosts[fetcher].on_demand.insert(request.piece) {
                 let request = PieceRequest { piece: request.piece, source: Source::Holder };
-                self.send_from_holder(peer, request, true);
+                self.send_from_holder(fetcher, request, true);
             }
         }
     }
@@ -291,7 +291,7 @@ impl Simulation<'_> {
             host.completed = Some(self.now);
         }
         for waiting in self.hosts[to].waiting.remove(&piece).unwrap_or_default() {
-            let request = PieceRequest { piece, source: Source::Peer(peer_id(to)) };
+            let request = PieceRequest { piece, source: Source::Fetcher(fetcher_id(to)) };
             self.send(to, waiting, request);
         }
         self.poll(to);

@@ -11,7 +11,7 @@ use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt};
 use tokio::task::JoinSet;
 use tssd_format::{Blob, MANIFEST_NAME};
 
-use self::fetch::Fetcher;
+use self::fetch::BucketReader;
 use self::upload::{BufferPool, MultipartUpload, SingleUpload};
 use crate::blob::{OpenArchive, RemoteArchive, Reservation, Volume};
 use crate::error::{ErrorKind, Result};
@@ -34,13 +34,17 @@ const HEAD_BYTES: u64 = 4 << 10;
 #[derive(Clone)]
 pub(crate) struct ObjectVolume {
     bucket: Bucket,
-    reader: Arc<Fetcher>,
+    reader: Arc<BucketReader>,
     buffers: Arc<BufferPool>,
 }
 
 impl ObjectVolume {
     pub(crate) fn new(bucket: Bucket) -> Self {
-        Self { reader: Arc::new(Fetcher::new(bucket.clone())), buffers: Arc::default(), bucket }
+        Self {
+            reader: Arc::new(BucketReader::new(bucket.clone())),
+            buffers: Arc::default(),
+            bucket,
+        }
     }
 
     /// Opens blobs with concurrent requests. The result has none for each blob that does not exist.
@@ -67,8 +71,8 @@ impl ObjectVolume {
         let tails: Vec<Option<(u64, Bytes)>> = self.bucket.request_blocking(first, open)?;
         let to_remote = |(name, tail): (&String, Option<(u64, Bytes)>)| {
             let (len, tail) = tail?;
-            let (holder, blob) = (self.reader.clone(), name.as_str().into());
-            Some(RemoteArchive { reader: holder, blob, len, tail: Some(tail) })
+            let (reader, blob) = (self.reader.clone(), name.as_str().into());
+            Some(RemoteArchive { reader, blob, len, tail: Some(tail) })
         };
         Ok(names.iter().zip(tails).map(to_remote).collect())
     }
@@ -132,11 +136,8 @@ pub(crate) fn open_object(bucket: Bucket, name: &str) -> Result<Option<impl Blob
         Ok(tail?.map(|(len, tail)| (len, tail, head.unwrap_or_default())))
     })?;
     let Some((len, tail, head)) = opened else { return Ok(None) };
-    let (holder, blob) = (Arc::new(Fetcher::new(bucket)), name.into());
-    Ok(Some(ObjectBlob {
-        remote: RemoteArchive { reader: holder, blob, len, tail: Some(tail) },
-        head,
-    }))
+    let (reader, blob) = (Arc::new(BucketReader::new(bucket)), name.into());
+    Ok(Some(ObjectBlob { remote: RemoteArchive { reader, blob, len, tail: Some(tail) }, head }))
 }
 
 /// Returns the length of an object and its last bytes. Returns none if the object does not exist.

@@ -22,7 +22,7 @@ use crate::io::sync::{Lock, MutexGuard};
 use crate::ledger::{RunId, RunStatus};
 use crate::net::tls::{Duplex, IO_TIMEOUT};
 use crate::net::wire::{
-    BlobPeer, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion,
+    BlobFetcher, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion,
     Range, ReadChecksum, Reply, Request,
 };
 
@@ -152,12 +152,12 @@ impl ConnectionPool {
         blob: &str,
         address: &str,
         is_complete: bool,
-    ) -> Result<Vec<BlobPeer>> {
+    ) -> Result<Vec<BlobFetcher>> {
         let (blob, address) = (blob.to_owned(), address.to_owned());
         let request = Request::Announce { blob, address, is_complete };
         self.with_connection(&CancelToken::default(), |connection| {
             match connection.call(&request, &CancelToken::default())? {
-                (Reply::BlobPeers(peers), _) => Ok(peers),
+                (Reply::BlobFetchers(fetchers), _) => Ok(fetchers),
                 (other, _) => Err(unexpected_reply(&other)),
             }
         })

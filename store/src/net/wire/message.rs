@@ -310,7 +310,7 @@ pub(crate) enum Reply {
     /// The data is the bytes.
     Read(ReadChecksum),
     /// The daemons that fetch a blob or have all of it.
-    BlobPeers(Vec<BlobPeer>),
+    BlobFetchers(Vec<BlobFetcher>),
     /// The blobs that the daemon does not know.
     UnknownBlobs(Vec<String>),
     /// The version that was copied.
@@ -338,7 +338,7 @@ pub(crate) enum Reply {
 
 /// A daemon that fetches a blob of another one, or has all of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct BlobPeer {
+pub(crate) struct BlobFetcher {
     pub(crate) address: String,
     #[serde(default)]
     pub(crate) is_complete: bool,

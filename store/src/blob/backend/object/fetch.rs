@@ -33,7 +33,7 @@ const GAP_BYTES: u64 = 64 << 10;
 const WINDOW: usize = 16;
 
 /// Reads ranges of the objects of a bucket.
-pub(super) struct Fetcher {
+pub(super) struct BucketReader {
     bucket: Bucket,
 }
 
@@ -84,7 +84,7 @@ impl Drop for PendingResponse {
     }
 }
 
-impl Fetcher {
+impl BucketReader {
     pub(super) fn new(bucket: Bucket) -> Self {
         Self { bucket }
     }
@@ -171,7 +171,7 @@ impl Fetcher {
     }
 }
 
-impl RangeReader for Fetcher {
+impl RangeReader for BucketReader {
     fn read_ranges(&self, jobs: Vec<RangeJob<'_>>, stop: &CancelToken) -> Result<u64> {
         let (mut targets, mut parts) = (Vec::with_capacity(jobs.len()), Vec::new());
         for (job, RangeJob { target, copies }) in jobs.into_iter().enumerate() {
@@ -443,7 +443,7 @@ mod tests {
         bucket
             .request_blocking("blob", async move { objects.put(&"blob".into(), put).await })
             .unwrap();
-        let fetcher = Fetcher::new(bucket);
+        let reader = BucketReader::new(bucket);
         let chunk_size = ChunkSize::from_log2(12).unwrap();
         let crcs: Vec<u32> = payload.chunks(4096).map(checksum).collect();
         for wrong in 0..4 {
@@ -458,7 +458,7 @@ mod tests {
                 let (source, verify) =
                     (4096 + to_u64(wanted.start), VerifyMode::PartialChunks(storage.clone()));
                 let part = RangeCopy { blob: "blob".into(), source, target: 0, runs, verify };
-                let pulled = fetcher.read_ranges(
+                let pulled = reader.read_ranges(
                     vec![RangeJob { target: &mut target, copies: vec![part] }],
                     &CancelToken::default(),
                 );

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::io::sync::Lock;
 use crate::net::tls::Endpoint;
-use crate::net::wire::BlobPeer;
+use crate::net::wire::BlobFetcher;
 
 /// Time for which a daemon that fetches a blob is listed. It announces itself several times in this time.
 const FETCHING_TTL: Duration = Duration::from_secs(2);
@@ -14,14 +14,14 @@ const FETCHING_TTL: Duration = Duration::from_secs(2);
 const COMPLETE_TTL: Duration = Duration::from_mins(10);
 
 /// Largest number of daemons that are listed for a blob.
-const MAX_PEERS: usize = 1024;
+const MAX_FETCHERS: usize = 1024;
 
 /// Number of blobs from which on those without daemons are removed.
 const CLEANUP_BLOBS: usize = 256;
 
 /// The daemons that fetch blobs of this one, or have all of them.
 #[derive(Default)]
-pub(crate) struct FetchPeers(Lock<BTreeMap<String, BTreeMap<Endpoint, Announcement>>>);
+pub(crate) struct Fetchers(Lock<BTreeMap<String, BTreeMap<Endpoint, Announcement>>>);
 
 struct Announcement {
     since: Instant,
@@ -35,7 +35,7 @@ impl Announcement {
     }
 }
 
-impl FetchPeers {
+impl Fetchers {
     /// Lists a daemon for a blob. Returns the others that are listed.
     pub(crate) fn announce(
         &self,
@@ -43,24 +43,24 @@ impl FetchPeers {
         address: Endpoint,
         is_complete: bool,
         now: Instant,
-    ) -> Vec<BlobPeer> {
+    ) -> Vec<BlobFetcher> {
         let mut blobs = self.0.lock();
         if blobs.len() >= CLEANUP_BLOBS {
-            for peers in blobs.values_mut() {
-                peers.retain(|_, announcement| announcement.is_current(now));
+            for fetchers in blobs.values_mut() {
+                fetchers.retain(|_, announcement| announcement.is_current(now));
             }
-            blobs.retain(|_, peers| !peers.is_empty());
+            blobs.retain(|_, fetchers| !fetchers.is_empty());
         }
-        let peers = blobs.entry(blob.to_owned()).or_default();
-        peers.retain(|_, announcement| announcement.is_current(now));
-        let others = peers.iter().filter(|(peer, _)| **peer != address);
-        let others = others.map(|(peer, announcement)| BlobPeer {
-            address: peer.to_string(),
+        let fetchers = blobs.entry(blob.to_owned()).or_default();
+        fetchers.retain(|_, announcement| announcement.is_current(now));
+        let others = fetchers.iter().filter(|(fetcher, _)| **fetcher != address);
+        let others = others.map(|(fetcher, announcement)| BlobFetcher {
+            address: fetcher.to_string(),
             is_complete: announcement.is_complete,
         });
         let others = others.collect();
-        if peers.len() < MAX_PEERS || peers.contains_key(&address) {
-            peers.insert(address, Announcement { since: now, is_complete });
+        if fetchers.len() < MAX_FETCHERS || fetchers.contains_key(&address) {
+            fetchers.insert(address, Announcement { since: now, is_complete });
         }
         others
     }
@@ -72,11 +72,14 @@ mod tests {
 
     #[test]
     fn daemons_are_listed_while_they_announce_themselves() {
-        let (peers, start) = (FetchPeers::default(), Instant::now());
+        let (fetchers, start) = (Fetchers::default(), Instant::now());
         let address = |host: &str| format!("tcp://{host}:7000").parse::<Endpoint>().unwrap();
         let announce = |blob, host: &str, is_complete, after: Duration| {
-            let found = peers.announce(blob, address(host), is_complete, start + after);
-            found.into_iter().map(|peer| (peer.address, peer.is_complete)).collect::<Vec<_>>()
+            let found = fetchers.announce(blob, address(host), is_complete, start + after);
+            found
+                .into_iter()
+                .map(|fetcher| (fetcher.address, fetcher.is_complete))
+                .collect::<Vec<_>>()
         };
         let entry = |host: &str, is_complete| (address(host).to_string(), is_complete);
         assert_eq!(announce("x", "a", false, Duration::ZERO), []);

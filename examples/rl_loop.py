@@ -28,7 +28,7 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
-from tssd.vllm import TrainerInit, TrainerTransfer
+from tssd.vllm import LLMClient, TrainerInit, TrainerTransfer
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 STEPS, RANKS, WORKERS = 5, 4, 2
@@ -51,14 +51,14 @@ CONFIG = LlamaConfig(
 )
 
 
-class Engine:
+class Engine(LLMClient):
     """A vLLM engine: generates answers, and is the client of the trainer's weight updates."""
 
     def __init__(self, folder: Path) -> None:
         from vllm import LLM
 
         CONFIG.save_pretrained(folder)
-        self.llm = LLM(
+        llm = LLM(
             str(folder),
             load_format="dummy",  # the trainer has the weights
             weight_transfer_config={"backend": "tssd"},
@@ -69,6 +69,7 @@ class Engine:
             max_model_len=64,
             max_num_seqs=ANSWERS,
         )
+        super().__init__(llm)
 
     def generate(self, count: int, length: int, temperature: float) -> list[list[int]]:
         from vllm import SamplingParams
@@ -76,21 +77,6 @@ class Engine:
         options = SamplingParams(n=count, max_tokens=length, temperature=temperature, ignore_eos=True, detokenize=False)
         (result,) = self.llm.generate([{"prompt_token_ids": PROMPT}], options, use_tqdm=False)
         return [list(answer.token_ids) for answer in result.outputs]
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": info})
-
-    def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        self.llm.update_weights({"update_info": info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.llm.finish_weight_update(weight_version)
-
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        return self.llm.reset_prefix_cache(reset_running_requests)
 
 
 class EngineManager(BaseManager):

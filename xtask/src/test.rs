@@ -1,6 +1,7 @@
 use std::io;
 
 use crate::dependencies;
+use crate::engines;
 use crate::etcd;
 use crate::gpu_bundle;
 use crate::python;
@@ -9,8 +10,6 @@ use crate::report::SkippedStep;
 use crate::runner;
 use crate::step::{Chain, Step, StepKind};
 use crate::torch;
-use crate::verl;
-use crate::vllm;
 use crate::workspace::Workspace;
 
 /// New advisories need network access: their database is not on crates.io.
@@ -72,9 +71,7 @@ fn more_chains(workspace: &Workspace) -> io::Result<Vec<Chain>> {
     let mut chains = vec![packages, dependencies::checks(), vec![instructions()]];
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         // One after the other: each starts many processes.
-        let mut engines = vllm::checks(workspace)?;
-        engines.extend(verl::checks(workspace)?);
-        chains.push(engines);
+        chains.push(engines::checks(workspace)?);
     }
     Ok(chains)
 }

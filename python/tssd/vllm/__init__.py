@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ._client import LLMClient
+
 if TYPE_CHECKING:
     from ._trainer import TrainerInit as TrainerInit
     from ._trainer import TrainerTransfer as TrainerTransfer
 
-__all__ = ["TrainerInit", "TrainerTransfer", "register", "register_trainer"]
+__all__ = ["LLMClient", "TrainerInit", "TrainerTransfer", "register", "register_trainer"]
 
 _BACKEND = "tssd"
 _logger = logging.getLogger("vllm.tssd")

@@ -123,7 +123,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         number = self._newest_version() if update_info.version is None else update_info.version
         if number is None:
             return
-        if update_info.stage_only and self._reports(update_info.attempt):
+        if update_info.stage_only and self._acknowledges(update_info.attempt):
             # The trainer reads the error of each worker from the store. Servers would not pass on its text.
             try:
                 self._begin_staging(number, update_info.attempt)
@@ -221,7 +221,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         version.close()
         return store.open(info.key, version=number, timeout=info.timeout)
 
-    def _reports(self, attempt: int) -> bool:
+    def _acknowledges(self, attempt: int) -> bool:
         """Returns whether the workers report to the trainer what they have staged."""
         _, info = self._connected()
         return bool(info.token and attempt)
@@ -233,24 +233,30 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         version = self._open(number) if waits else store.open(info.key, version=number, timeout=info.timeout)
         # The worker runs one call at a time, so the model does not run now. Later, it may.
         self._installer.prepare(version)
-        acknowledge = functools.partial(self._acknowledge, attempt) if self._reports(attempt) else None
+        acknowledge = functools.partial(self._acknowledge, attempt) if self._acknowledges(attempt) else None
         self._staging = _Staging(self._installer, store, version, info.timeout, acknowledge)
 
     def _acknowledge(self, attempt: int, staged: Staged | None, error: BaseException | None) -> None:
-        """Tells the trainer that the worker has staged a version, or why not."""
-        store, info = self._connected()
+        """Tells the trainer that the worker has staged a version, or why not.
+
+        Does not raise: the other workers would go on without this one. The trainer's `stage` fails after its timeout.
+        """
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         workers = parallel.data_parallel_size * parallel.world_size
-        store.put_state_dict(
-            {f"worker {rank}": acknowledgement(staged, error)},
-            acknowledgement_key(info.key, info.token),
-            version=attempt,
-            writers=workers,
-            writer=rank,
-            job=info.token,
-            timeout=info.timeout,
-        )
+        try:
+            store, info = self._connected()
+            store.put_state_dict(
+                {f"worker {rank}": acknowledgement(staged, error)},
+                acknowledgement_key(info.key, info.token),
+                version=attempt,
+                writers=workers,
+                writer=rank,
+                job=info.token,
+                timeout=info.timeout,
+            )
+        except Exception:
+            logger.exception("The trainer was not told what worker %d has staged", rank)
 
     def _stage(self, number: int) -> None:
         """Waits until a version is staged. Begins to stage it, unless that was done before."""
@@ -342,10 +348,7 @@ class _Staging:
                 return
             self._staged = staged
         if self._acknowledge is not None:
-            try:
-                self._acknowledge(staged, self._error)
-            except Exception:
-                logger.exception("The trainer was not told whether version %d is staged", self.version.version)
+            self._acknowledge(staged, self._error)
 
     def result(self, timeout: float) -> Staged:
         """Waits for the staging."""

@@ -287,6 +287,9 @@ class Installer:
             if info.kernel_tensors is not None:
                 _place_kernel_tensors(module, info)
                 info.reset()
+        # `initialize_layerwise_reload` has cleared it.
+        if hasattr(self.model, "_original_do_torchao_reload"):
+            self.model._do_torchao_reload = self.model._original_do_torchao_reload
 
     def load(self, store: tssd.Store, version: tssd.OpenVersion) -> None:
         """Fills a model that is not post-processed yet."""

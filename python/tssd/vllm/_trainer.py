@@ -101,11 +101,11 @@ class TrainerTransfer(TrainerWeightTransferEngine[TrainerInit]):
     def put(self, version: int | None = None) -> tssd.PutReport:
         """Puts the weights of this rank as a part of a new version.
 
-        Args:
-            version: the version number, the same on all ranks. None: one more than the highest one.
-
         If it fails on one rank, the version does not become visible. All ranks then call `put` again, with the weights
         of one step.
+
+        Args:
+            version: the version number, the same on all ranks. None: one more than the highest one.
 
         Raises:
             TssdValueError: another trainer has put a version under this key since the last put of this one; or

@@ -5,13 +5,18 @@
 //! piece from a *holder*, a daemon that has the whole archive. The others fetch it from the owner. So a holder sends
 //! each piece once, and each fetcher passes on its share.
 //!
+//! A fetcher can want parts of pieces: columns of a tensor are parts of all its pieces. Fetchers that want the same
+//! part of a piece share it as they would share the whole piece. Its owner fetches it from the owner of the whole piece,
+//! if there is one.
+//!
 //! Daemons may know different fetchers for a moment. A daemon that is asked for a piece which it does not own fetches
-//! it from a holder, so requests never go in a circle. Spec: `spec/protocol.md`, rule P-082.
+//! it from a holder, so requests never go in a circle. One that owns it fetches it next. Spec: `spec/protocol.md`, rules P-082 to P-085.
 
 #[cfg(test)]
 mod simulation;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Number of pieces that a daemon requests from the holders at the same time.
@@ -31,11 +36,17 @@ const FETCHER_WINDOW: usize = 3;
 /// Number of pieces that a daemon requests at the same time.
 const WINDOW: usize = 48;
 
-/// A fetcher is slow if it has not sent a piece after this multiple of the mean time of a piece.
+/// A fetcher is slow if it has sent no piece for this multiple of the mean time between two pieces of a fetcher.
 const SLOW_FACTOR: u32 = 6;
 
 /// A fetcher is not slow before this time.
 const MIN_SLOW: Duration = Duration::from_millis(500);
+
+/// A fetcher is slow after this time if no fetcher has sent a piece yet.
+const FIRST_SLOW: Duration = Duration::from_secs(2);
+
+/// Time for which a slow fetcher is avoided. Its requests in flight count after it too.
+const SLOW_PAUSE: Duration = Duration::from_secs(2);
 
 /// Number that identifies a fetcher of an archive.
 pub(crate) type FetcherId = u64;
@@ -43,11 +54,48 @@ pub(crate) type FetcherId = u64;
 /// Number of a piece in its archive.
 pub(crate) type PieceNumber = u32;
 
-/// Another daemon that fetches the archive, or has fetched it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A part of a piece: nothing, all of it, or a hash of the byte ranges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Part(pub(crate) u32);
+
+impl Part {
+    pub(crate) const NOTHING: Self = Self(0);
+    pub(crate) const WHOLE: Self = Self(u32::MAX);
+
+    /// Returns the part with these byte ranges, of which there are some, but not all.
+    pub(crate) fn of_ranges(hash: u32) -> Self {
+        Self(hash.clamp(1, u32::MAX - 1))
+    }
+}
+
+/// The parts that a fetcher wants of an archive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Wants {
+    /// All pieces.
+    Archive,
+    /// A part of each piece.
+    Parts(Arc<[Part]>),
+}
+
+impl Wants {
+    /// Returns the part of a piece. It is nothing for a piece that does not exist.
+    pub(crate) fn part(&self, piece: PieceNumber) -> Part {
+        match self {
+            Self::Archive => Part::WHOLE,
+            Self::Parts(parts) => {
+                let part = usize::try_from(piece).ok().and_then(|piece| parts.get(piece));
+                part.copied().unwrap_or(Part::NOTHING)
+            }
+        }
+    }
+}
+
+/// Another daemon that fetches the archive, or parts of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fetcher {
     pub(crate) id: FetcherId,
-    /// Whether it has the whole archive.
+    pub(crate) wants: Wants,
+    /// Whether it has all that it wants.
     pub(crate) is_complete: bool,
 }
 
@@ -82,46 +130,66 @@ pub(crate) struct FetchPlan {
     own: FetcherId,
     /// Number of all pieces of the archive.
     pieces: PieceNumber,
+    wants: Wants,
     fetchers: Vec<Fetcher>,
-    /// Fetchers that have failed or are slow. They are no source any more.
-    avoided: BTreeSet<FetcherId>,
+    /// Fetchers that are no source: until a time if they were slow, else always.
+    avoided: BTreeMap<FetcherId, Option<Duration>>,
     /// Pieces that are not requested, by source.
     queues: BTreeMap<Source, VecDeque<PieceNumber>>,
     /// Requests, with the times at which they were made.
     in_flight: BTreeMap<PieceRequest, Duration>,
     /// Number of requests in flight, by source.
     load: BTreeMap<Source, usize>,
-    missing: BTreeSet<PieceNumber>,
-    /// Number of pieces that have come, and the sum of their times.
-    fetched: (u32, Duration),
+    /// The pieces of which this daemon misses a part, and that part.
+    missing: BTreeMap<PieceNumber, Part>,
+    /// Number of pieces that have come.
+    fetched: usize,
+    /// Number of pieces that fetchers have sent, and the sum of the times that they took since the piece before.
+    intervals: (u32, Duration),
+    /// When each fetcher has sent its last piece.
+    last_sent: BTreeMap<FetcherId, Duration>,
+    /// Whether pieces have got sources anew since [`FetchPlan::new_holder_pieces`] was called.
+    has_new_sources: bool,
 }
 
 impl FetchPlan {
-    /// Creates the plan to fetch the missing ones of all pieces, with no fetchers. `own` identifies this daemon.
-    pub(crate) fn new(
-        own: FetcherId,
-        pieces: PieceNumber,
-        missing: impl IntoIterator<Item = PieceNumber>,
-    ) -> Self {
-        let mut plan = Self {
+    /// Creates the plan to fetch pieces of an archive that has `pieces`, with no fetchers. It fetches nothing yet.
+    ///
+    /// `own` identifies this daemon.
+    pub(crate) fn new(own: FetcherId, pieces: PieceNumber) -> Self {
+        Self {
             own,
             pieces,
+            wants: Wants::Parts(Arc::new([])),
             fetchers: Vec::new(),
-            avoided: BTreeSet::new(),
+            avoided: BTreeMap::new(),
+            has_new_sources: false,
             queues: BTreeMap::new(),
             in_flight: BTreeMap::new(),
             load: BTreeMap::new(),
-            missing: missing.into_iter().collect(),
-            fetched: (0, Duration::ZERO),
-        };
-        plan.assign();
-        plan
+            missing: BTreeMap::new(),
+            fetched: 0,
+            intervals: (0, Duration::ZERO),
+            last_sent: BTreeMap::new(),
+        }
+    }
+
+    /// Sets what this daemon wants, and the parts of pieces that it misses.
+    pub(crate) fn set_wants(
+        &mut self,
+        wants: Wants,
+        missing: impl IntoIterator<Item = (PieceNumber, Part)>,
+    ) {
+        self.wants = wants;
+        self.missing = missing.into_iter().collect();
+        self.assign();
     }
 
     /// Sets the other fetchers. Pieces that are not requested get their sources anew.
     pub(crate) fn set_fetchers(&mut self, fetchers: impl IntoIterator<Item = Fetcher>) {
+        let own = self.own;
         let fetchers: Vec<Fetcher> =
-            fetchers.into_iter().filter(|fetcher| fetcher.id != self.own).collect();
+            fetchers.into_iter().filter(|fetcher| fetcher.id != own).collect();
         if fetchers != self.fetchers {
             self.fetchers = fetchers;
             self.assign();
@@ -131,6 +199,30 @@ impl FetchPlan {
     /// Whether all pieces have come.
     pub(crate) fn is_complete(&self) -> bool {
         self.missing.is_empty()
+    }
+
+    /// Returns the pieces that come from a holder, if some have got their sources anew since the last call.
+    pub(crate) fn new_holder_pieces(&mut self) -> Option<Vec<PieceNumber>> {
+        std::mem::take(&mut self.has_new_sources).then(|| {
+            let in_flight = self.in_flight.keys().filter(|it| it.source == Source::Holder);
+            let queued = self.queues.get(&Source::Holder).into_iter().flatten().copied();
+            queued.chain(in_flight.map(|request| request.piece)).collect()
+        })
+    }
+
+    /// Has a piece requested next, if it comes from a holder: another daemon waits for it.
+    pub(crate) fn prioritize(&mut self, piece: PieceNumber) {
+        if let Some(queue) = self.queues.get_mut(&Source::Holder)
+            && let Some(at) = queue.iter().position(|queued| *queued == piece)
+        {
+            queue.remove(at);
+            queue.push_front(piece);
+        }
+    }
+
+    /// Returns the number of fetchers that have failed or are slow.
+    pub(crate) fn avoided_count(&self) -> usize {
+        self.avoided.len()
     }
 
     /// Returns the next request to make now. `None`: wait until a piece comes, or for [`MIN_SLOW`].
@@ -170,15 +262,18 @@ impl FetchPlan {
     /// At first it is one piece: daemons that begin at the same time do not know each other yet, and ask for the same
     /// pieces.
     fn alone_window(&self) -> usize {
-        usize::try_from(self.fetched.0)
-            .map_or(ALONE_WINDOW, |fetched| ALONE_WINDOW.min(1 + fetched))
+        ALONE_WINDOW.min(1 + self.fetched)
     }
 
-    /// Records that a piece has come.
+    /// Records that the wanted part of a piece has come.
     pub(crate) fn complete(&mut self, request: PieceRequest, now: Duration) {
         if let Some(since) = self.end(request) {
-            self.fetched.0 += 1;
-            self.fetched.1 += now.saturating_sub(since);
+            self.fetched += 1;
+            if let Source::Fetcher(fetcher) = request.source {
+                self.intervals.0 += 1;
+                self.intervals.1 += now.saturating_sub(self.waiting_since(fetcher, since));
+                self.last_sent.insert(fetcher, now);
+            }
         }
         self.missing.remove(&request.piece);
     }
@@ -187,7 +282,7 @@ impl FetchPlan {
     pub(crate) fn fail(&mut self, request: PieceRequest) {
         self.end(request);
         if let Source::Fetcher(fetcher) = request.source {
-            self.avoided.insert(fetcher);
+            self.avoided.insert(fetcher, None);
         }
         self.assign();
     }
@@ -200,20 +295,26 @@ impl FetchPlan {
         Some(since)
     }
 
-    /// Avoids the fetchers with a request that takes much longer than others. Its pieces get other sources.
+    /// Returns since when this daemon waits for a piece of a fetcher that it has requested at a time.
+    fn waiting_since(&self, fetcher: FetcherId, requested: Duration) -> Duration {
+        self.last_sent.get(&fetcher).map_or(requested, |sent| requested.max(*sent))
+    }
+
+    /// Avoids the fetchers that send pieces much slower than others. Its pieces get other sources.
     fn avoid_slow_fetchers(&mut self, now: Duration) {
-        let (count, sum) = self.fetched;
-        let mean = sum.checked_div(count).unwrap_or(MIN_SLOW);
-        let limit = (mean * SLOW_FACTOR).max(MIN_SLOW);
-        let avoided = self.avoided.len();
-        for (request, since) in &self.in_flight {
+        let (count, sum) = self.intervals;
+        let mean = sum.checked_div(count);
+        let limit = mean.map_or(FIRST_SLOW, |mean| (mean * SLOW_FACTOR).max(MIN_SLOW));
+        let before = self.avoided.clone();
+        self.avoided.retain(|_, until| until.is_none_or(|until| until > now));
+        for (request, requested) in &self.in_flight {
             if let Source::Fetcher(fetcher) = request.source
-                && now.saturating_sub(*since) > limit
+                && now.saturating_sub(self.waiting_since(fetcher, *requested)) > limit
             {
-                self.avoided.insert(fetcher);
+                self.avoided.entry(fetcher).or_insert(Some(now + SLOW_PAUSE));
             }
         }
-        if self.avoided.len() > avoided {
+        if !self.avoided.keys().eq(before.keys()) {
             self.assign();
         }
     }
@@ -221,58 +322,95 @@ impl FetchPlan {
     /// Queues the missing pieces that no usable source was asked for.
     fn assign(&mut self) {
         self.queues.clear();
+        self.has_new_sources = true;
         let requested: BTreeSet<PieceNumber> = self
             .in_flight
             .keys()
             .filter(|request| match request.source {
                 Source::Holder => true,
-                Source::Fetcher(fetcher) => !self.avoided.contains(&fetcher),
+                Source::Fetcher(fetcher) => !self.avoided.contains_key(&fetcher),
             })
             .map(|request| request.piece)
             .collect();
-        let fetchers: Vec<Fetcher> = self
+        let usable: Vec<&Fetcher> = self
             .fetchers
             .iter()
-            .filter(|fetcher| !self.avoided.contains(&fetcher.id))
-            .copied()
+            .filter(|fetcher| !self.avoided.contains_key(&fetcher.id))
             .collect();
-        let complete: Vec<FetcherId> = fetchers
-            .iter()
-            .filter(|fetcher| fetcher.is_complete)
-            .map(|fetcher| fetcher.id)
-            .collect();
-        let candidates: Vec<FetcherId> =
-            fetchers.iter().map(|fetcher| fetcher.id).chain([self.own]).collect();
-        let owners = owners(self.pieces, &candidates);
-        for piece in self.missing.difference(&requested).copied() {
-            let owner = owners[usize::try_from(piece).expect("usize has at least 32 bits")];
-            let source = if owner == self.own {
-                // A daemon that joins late asks those that have everything, and not the holder.
-                let best = complete.iter().max_by_key(|fetcher| rank(piece, **fetcher));
-                best.map_or(Source::Holder, |fetcher| Source::Fetcher(*fetcher))
-            } else {
-                Source::Fetcher(owner)
+        let mut members: Vec<(FetcherId, &Wants)> =
+            usable.iter().map(|fetcher| (fetcher.id, &fetcher.wants)).collect();
+        members.push((self.own, &self.wants));
+        let whole = owners(self.pieces, &members, |_| Part::WHOLE);
+        let own = match &self.wants {
+            Wants::Archive => whole.clone(),
+            Wants::Parts(_) => owners(self.pieces, &members, |piece| self.wants.part(piece)),
+        };
+        // A daemon that joins late asks those that have everything, and not the holder.
+        let complete = |piece, missing| {
+            let parts = [missing, self.wants.part(piece), Part::WHOLE];
+            let has_it = |fetcher: &&&Fetcher| {
+                fetcher.is_complete && parts.contains(&fetcher.wants.part(piece))
             };
+            let ids = usable.iter().filter(has_it).map(|fetcher| fetcher.id);
+            ids.max_by_key(|fetcher| rank(piece, *fetcher))
+        };
+        let others = |owner: Option<FetcherId>| owner.filter(|owner| *owner != self.own);
+        for (&piece, missing) in &self.missing {
+            if requested.contains(&piece) {
+                continue;
+            }
+            let at = usize::try_from(piece).expect("usize has at least 32 bits");
+            let fetcher =
+                others(own[at]).or_else(|| complete(piece, *missing)).or_else(|| others(whole[at]));
+            let source = fetcher.map_or(Source::Holder, Source::Fetcher);
             self.queues.entry(source).or_default().push_back(piece);
         }
     }
 }
 
-/// Returns the owner of each piece. All own the same number of pieces, or one less.
-fn owners(pieces: PieceNumber, candidates: &[FetcherId]) -> Vec<FetcherId> {
-    let count = u32::try_from(candidates.len()).expect("a daemon knows few fetchers");
-    let mut shares: BTreeMap<FetcherId, u32> =
-        candidates.iter().map(|fetcher| (*fetcher, pieces.div_ceil(count))).collect();
-    let owner = |piece| {
-        let (owner, share) = shares
-            .iter_mut()
-            .filter(|(_, share)| **share > 0)
-            .max_by_key(|(fetcher, _)| rank(piece, **fetcher))
-            .expect("the shares cover all pieces");
-        *share -= 1;
-        *owner
-    };
-    (0..pieces).map(owner).collect()
+/// Returns the owner of a part of each piece among the fetchers that want this part. `None`: no fetcher wants it.
+///
+/// No fetcher owns more than its share of the pieces that the same fetchers want.
+fn owners(
+    pieces: PieceNumber,
+    members: &[(FetcherId, &Wants)],
+    part: impl Fn(PieceNumber) -> Part,
+) -> Vec<Option<FetcherId>> {
+    let index = |piece| usize::try_from(piece).expect("usize has at least 32 bits");
+    // Few fetchers differ in what they want.
+    let mut classes: Vec<(&Wants, Vec<FetcherId>)> = Vec::new();
+    for (id, wants) in members {
+        match classes.iter_mut().find(|(known, _)| known == wants) {
+            Some((_, ids)) => ids.push(*id),
+            None => classes.push((wants, vec![*id])),
+        }
+    }
+    // The pieces that fetchers of the same classes want: whole, or the same part of each.
+    let mut groups: BTreeMap<(bool, Vec<usize>), Vec<PieceNumber>> = BTreeMap::new();
+    for piece in 0..pieces {
+        let wanted = part(piece);
+        let wanting = classes
+            .iter()
+            .enumerate()
+            .filter(|(_, (wants, _))| wanted != Part::NOTHING && wants.part(piece) == wanted);
+        let group = (wanted == Part::WHOLE, wanting.map(|(class, _)| class).collect());
+        groups.entry(group).or_default().push(piece);
+    }
+    let mut owners = vec![None; index(pieces)];
+    for ((_, group), pieces) in groups {
+        let ids = || group.iter().flat_map(|class| &classes[*class].1);
+        let share = pieces.len().div_ceil(ids().count().max(1));
+        let mut shares: BTreeMap<FetcherId, usize> = ids().map(|id| (*id, share)).collect();
+        for piece in pieces {
+            let owner = shares.keys().copied().max_by_key(|fetcher| rank(piece, *fetcher));
+            owners[index(piece)] = owner;
+            let share = owner.and_then(|owner| shares.get_mut(&owner));
+            let Some(share) = share else { continue };
+            *share -= 1;
+            shares.retain(|_, share| *share > 0);
+        }
+    }
+    owners
 }
 
 #[cfg(test)]
@@ -280,7 +418,16 @@ mod tests {
     use super::*;
 
     fn fetchers(ids: &[FetcherId]) -> Vec<Fetcher> {
-        ids.iter().map(|id| Fetcher { id: *id, is_complete: false }).collect()
+        let fetcher =
+            |id: &FetcherId| Fetcher { id: *id, wants: Wants::Archive, is_complete: false };
+        ids.iter().map(fetcher).collect()
+    }
+
+    /// Returns the plan of a daemon that wants and misses all of an archive.
+    fn plan(own: FetcherId, pieces: PieceNumber) -> FetchPlan {
+        let mut plan = FetchPlan::new(own, pieces);
+        plan.set_wants(Wants::Archive, (0..pieces).map(|piece| (piece, Part::WHOLE)));
+        plan
     }
 
     fn sources(plan: &FetchPlan) -> BTreeMap<PieceNumber, Source> {
@@ -292,7 +439,7 @@ mod tests {
     fn each_piece_comes_from_the_holder_to_one_fetcher() {
         let ids: Vec<FetcherId> = (1..=8).map(|id| id * 0x1234_5678_9abc_def1).collect();
         let plans = ids.iter().map(|own| {
-            let mut plan = FetchPlan::new(*own, 4000, 0..4000);
+            let mut plan = plan(*own, 4000);
             plan.set_fetchers(fetchers(&ids));
             (*own, sources(&plan))
         });
@@ -313,19 +460,72 @@ mod tests {
         assert!(shares.values().all(|share| *share == 500), "{shares:?}");
     }
 
+    /// Fetchers that want the same part of a piece get it from the holder once. Those that want the whole piece come first.
+    #[test]
+    fn each_part_comes_from_the_holder_to_one_fetcher() {
+        let whole = Part::WHOLE;
+        let parts = [Part::NOTHING, whole, Part::of_ranges(3), Part::of_ranges(u32::MAX)];
+        let wants = |fetcher: u64| {
+            let part = |piece: PieceNumber| match (piece % 5, fetcher) {
+                (0, _) => whole,
+                // A mesh of two columns.
+                (1 | 2, _) => parts[usize::try_from(2 + fetcher % 2).unwrap()],
+                _ => parts[usize::try_from(rank(piece / 9, fetcher) % 4).unwrap()],
+            };
+            Wants::Parts((0..500_u32).map(part).collect())
+        };
+        let all: Vec<Fetcher> =
+            (1..=8).map(|id| Fetcher { id, wants: wants(id), is_complete: false }).collect();
+        let plans: BTreeMap<FetcherId, _> = all
+            .iter()
+            .map(|fetcher| {
+                let mut plan = FetchPlan::new(fetcher.id, 500);
+                let missing = (0..500).map(|piece| (piece, fetcher.wants.part(piece)));
+                let missing = missing.filter(|(_, part)| *part != Part::NOTHING);
+                plan.set_wants(fetcher.wants.clone(), missing);
+                plan.set_fetchers(all.clone());
+                (fetcher.id, sources(&plan))
+            })
+            .collect();
+        for piece in 0..500 {
+            let wanting = |part| all.iter().filter(move |it| it.wants.part(piece) == part);
+            assert!(wanting(Part::NOTHING).all(|it| !plans[&it.id].contains_key(&piece)));
+            for part in &parts[1..] {
+                let found: Vec<Source> = wanting(*part).map(|it| plans[&it.id][&piece]).collect();
+                let owners = found.iter().filter(|source| match source {
+                    Source::Holder => true,
+                    Source::Fetcher(id) => !wanting(*part).any(|it| it.id == *id),
+                });
+                let owners: Vec<&Source> = owners.collect();
+                assert_eq!(owners.len(), found.len().min(1), "{piece} {part:?}: {found:?}");
+                let from_holder = owners.iter().all(|source| **source == Source::Holder);
+                let has_whole = *part != whole && wanting(whole).next().is_some();
+                assert_eq!(
+                    from_holder,
+                    !has_whole || found.is_empty(),
+                    "{piece} {part:?}: {found:?}"
+                );
+            }
+        }
+    }
+
     /// A fetcher more takes its share from the others. Few other pieces change their owner.
     #[test]
     fn owners_change_little_with_one_fetcher_more() {
         let ids: Vec<FetcherId> = (1..=9).map(|id| id * 0x1234_5678_9abc_def1).collect();
-        let (before, after) = (owners(3600, &ids[..8]), owners(3600, &ids));
+        let owners = |ids: &[FetcherId]| {
+            let members: Vec<_> = ids.iter().map(|id| (*id, &Wants::Archive)).collect();
+            owners(3600, &members, |_| Part::WHOLE)
+        };
+        let (before, after) = (owners(&ids[..8]), owners(&ids));
         let changed = before.iter().zip(&after).filter(|(before, after)| before != after).count();
         assert!(changed < 3600 / 4, "{changed}");
     }
 
     #[test]
     fn late_fetcher_asks_complete_ones_and_not_the_holder() {
-        let mut plan = FetchPlan::new(7, 300, 0..300);
-        let complete = |id| Fetcher { id, is_complete: true };
+        let mut plan = plan(7, 300);
+        let complete = |id| Fetcher { id, wants: Wants::Archive, is_complete: true };
         plan.set_fetchers([complete(1), complete(2), complete(3)]);
         let found = sources(&plan);
         for id in [1, 2, 3] {
@@ -337,7 +537,7 @@ mod tests {
 
     #[test]
     fn failed_and_slow_fetchers_are_replaced() {
-        let mut plan = FetchPlan::new(7, 40, 0..40);
+        let mut plan = plan(7, 40);
         plan.set_fetchers(fetchers(&[1, 2]));
         let mut now = Duration::ZERO;
         let mut from_slow = 0;
@@ -358,7 +558,7 @@ mod tests {
             assert!(now < Duration::from_secs(10));
         }
         assert!((1..=FETCHER_WINDOW).contains(&from_slow), "{from_slow}");
-        assert_eq!(plan.avoided, BTreeSet::from([1, 2]));
+        assert_eq!(plan.avoided.keys().copied().collect::<Vec<_>>(), [1, 2]);
         // A late answer changes nothing.
         let late = plan.in_flight.keys().next().copied().expect("the slow one has requests");
         plan.complete(late, now);

@@ -16,8 +16,8 @@ use tssd_format::{
 };
 use tssd_store::blocking::Store;
 use tssd_store::{
-    ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, JobId, Key, LeafPart,
-    PutOptions, Rewind, Selector, Target,
+    ConnectOptions, Credentials, DaemonOptions, ErrorKind, GetOptions, GetReport, JobId, Key,
+    LeafPart, PutOptions, Rewind, Selector, Target,
 };
 use tssd_tests::certificates::CertificateAuthority;
 use tssd_tests::raw_connection::{HELLO, frame};
@@ -439,6 +439,9 @@ fn invalid_ranges_are_refused() {
     let (reply, data) = raw.request(&verified.to_string(), b"");
     assert_eq!(reply["read"]["crc32"], crc32fast::hash(&data));
     assert_eq!(data.len(), 300);
+    let checksum = json!({"op": "read", "blob": blob, "ranges": [[5000, 100, [[3, 200]]]],
+        "verify": true, "without_data": true});
+    assert_eq!(raw.request(&checksum.to_string(), b""), (reply, Vec::new()));
     assert_eq!(get(&store), dict);
 }
 
@@ -591,7 +594,7 @@ fn weight_bytes(dict: &StateDict) -> Vec<u8> {
 }
 
 /// Reads a region that spans the rows of both writers into memory, and compares it.
-fn get_region_into(store: &Store, step: u64) -> tssd_store::GetReport {
+fn get_region_into(store: &Store, step: u64) -> GetReport {
     let slice = TensorSlice::new(&[600, 5], &[200, 3000], &[1400, 3079]).unwrap();
     let meta = TensorMeta::new(Dtype::Uint8, &[200, 3000]).unwrap();
     let mut memory = vec![0; 200 * 3000];
@@ -1231,6 +1234,101 @@ fn hosts_that_prefetch_at_once_pass_pieces_on() {
     assert_eq!(get(&late.connect()), dict);
 }
 
+/// Half of the columns of the weight of a [`model`].
+struct HalfColumns {
+    place: ShardSpec,
+    bytes: Vec<u8>,
+}
+
+impl HalfColumns {
+    /// Returns both halves.
+    fn of(dict: &StateDict) -> [Self; 2] {
+        let (all, columns) = (weight_bytes(dict), 3079_usize);
+        let rows = all.len() / columns;
+        let half = |start: usize, end: usize| {
+            let [rows, start_column, len, columns_64] =
+                [rows, start, end - start, columns].map(|number| number as u64);
+            let (offsets, local) = ([0, start_column], [rows, len]);
+            let slice = TensorSlice::new(&offsets, &local, &[rows, columns_64]).unwrap();
+            let mut bytes = Vec::with_capacity(all.len());
+            all.chunks_exact(columns).for_each(|row| bytes.extend_from_slice(&row[start..end]));
+            Self { place: ShardSpec::new(slice), bytes }
+        };
+        [half(0, columns / 2), half(columns / 2, columns)]
+    }
+
+    /// Reads this half, and compares it.
+    fn get(&self, store: &Store) -> GetReport {
+        let mut memory = vec![0; self.bytes.len()];
+        let meta = TensorMeta::new(Dtype::Uint8, self.place.slice().local_shape()).unwrap();
+        let shard_spec = Some(self.place.clone());
+        let target =
+            Target { fqn: "weight".into(), shard_spec, meta, memory: (&mut memory).into() };
+        let options = GetOptions::default();
+        let report = store.get_state_dict_into(&key(), &mut [target], &options).unwrap();
+        assert!(memory == self.bytes);
+        report
+    }
+}
+
+/// Gets share what they fetch as prefetches do: whole archives, and the same parts of them.
+#[test]
+fn hosts_that_get_at_once_pass_parts_on() {
+    let sent = |daemon: &TestDaemon| daemon.metric("tssd_read_bytes_total");
+    let dict = model(1, 96);
+    let [left, right] = HalfColumns::of(&dict);
+    for has_right in [false, true] {
+        let second = if has_right { &right } else { &left };
+        let controller = TestDaemon::new(1 << 30);
+        let proxy_daemons: Vec<TestDaemon> =
+            (0..4).map(|_| TestDaemon::with_controller(&controller)).collect();
+        let generators: Vec<Store> = proxy_daemons.iter().map(TestDaemon::connect).collect();
+        put(&controller.connect(), &dict, &PutOptions::default());
+        let start = std::sync::Barrier::new(generators.len());
+        std::thread::scope(|scope| {
+            for (generator, half) in generators.iter().zip([&left, second, &left, second]) {
+                let start = &start;
+                scope.spawn(move || {
+                    start.wait();
+                    let report = half.get(generator);
+                    assert_eq!(report.bytes_received, report.bytes_needed);
+                });
+            }
+        });
+        // Without the others, the daemon of the trainer would send 200 MB.
+        assert!(sent(&controller) < 160e6, "{has_right} {}", sent(&controller));
+        // A host that comes later fetches from those that have this half. Their leases have ended.
+        let (late, before) = (TestDaemon::with_controller(&controller), sent(&controller));
+        left.get(&late.connect());
+        assert!(sent(&controller) - before < 10e6, "{}", sent(&controller) - before);
+        // The other half comes from those that have it, if any has.
+        right.get(&late.connect());
+        let from_trainer = sent(&controller) - before;
+        assert_eq!(from_trainer < 20e6, has_right, "{from_trainer}");
+        assert_eq!(get(&late.connect()), dict);
+    }
+}
+
+/// Two processes of a host want half of each chunk. Their daemon fetches all of it once.
+#[test]
+fn processes_of_one_host_share_chunks() {
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
+    let dict = model(1, 96);
+    let halves = HalfColumns::of(&dict);
+    put(&controller.connect(), &dict, &PutOptions::default());
+    std::thread::scope(|scope| {
+        for half in &halves {
+            let generator = proxy_daemon.connect();
+            scope.spawn(move || half.get(&generator));
+        }
+    });
+    let sent = controller.metric("tssd_read_bytes_total");
+    assert!((96e6..105e6).contains(&sent), "{sent}");
+    assert_eq!(get(&proxy_daemon.connect()), dict);
+    assert!(controller.metric("tssd_read_bytes_total") < 110e6);
+}
+
 /// A daemon that answers each read with zeros, or closes the connection.
 fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
     while let Ok((mut stream, _)) = listener.accept() {
@@ -1271,7 +1369,8 @@ fn damaged_and_broken_fetchers_are_avoided() {
         let blob = archives.values().next().unwrap()["blob"].as_str().unwrap().to_owned();
         let announce =
             json!({"op": "announce", "blob": blob, "address": address, "is_complete": true});
-        assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_fetchers": []}));
+        let nothing = json!({"fetchers": [], "tables": 0, "crc32": 0});
+        assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_fetchers": nothing}));
         generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
         assert_eq!(get(&generator), dict);
 

@@ -1,31 +1,40 @@
 //! The daemons that fetch blobs of this one, so that they can fetch from each other.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use tssd_format::checksum;
 
 use crate::io::sync::Lock;
 use crate::net::tls::Endpoint;
-use crate::net::wire::BlobFetcher;
+use crate::net::wire::{BlobFetcher, BlobFetchers};
 
 /// Time for which a daemon that fetches a blob is listed. It announces itself several times in this time.
 const FETCHING_TTL: Duration = Duration::from_secs(2);
 
-/// Time for which a daemon that has all of a blob is listed.
+/// Time for which a daemon that has all that it wants of a blob is listed.
 const COMPLETE_TTL: Duration = Duration::from_mins(10);
 
 /// Largest number of daemons that are listed for a blob.
 const MAX_FETCHERS: usize = 1024;
 
+/// Largest length of the tables of a reply, in bytes. Daemons whose tables do not fit are not listed.
+const MAX_TABLES_BYTES: usize = 4 << 20;
+
 /// Number of blobs from which on those without daemons are removed.
 const CLEANUP_BLOBS: usize = 256;
 
-/// The daemons that fetch blobs of this one, or have all of them.
+/// The daemons that fetch blobs of this one, or parts of them.
 #[derive(Default)]
 pub(crate) struct Fetchers(Lock<BTreeMap<String, BTreeMap<Endpoint, Announcement>>>);
 
 struct Announcement {
     since: Instant,
     is_complete: bool,
+    /// The part that it wants of each piece. Empty: it wants all.
+    parts: Arc<[u8]>,
 }
 
 impl Announcement {
@@ -36,14 +45,17 @@ impl Announcement {
 }
 
 impl Fetchers {
-    /// Lists a daemon for a blob. Returns the others that are listed.
+    /// Lists a daemon for a blob, with the part that it wants of each piece; empty if it wants all.
+    ///
+    /// Returns the others that are listed, and the tables of what they want.
     pub(crate) fn announce(
         &self,
         blob: &str,
-        address: Endpoint,
+        address: &Endpoint,
         is_complete: bool,
+        parts: &[u8],
         now: Instant,
-    ) -> Vec<BlobFetcher> {
+    ) -> (BlobFetchers, Vec<u8>) {
         let mut blobs = self.0.lock();
         if blobs.len() >= CLEANUP_BLOBS {
             for fetchers in blobs.values_mut() {
@@ -53,17 +65,42 @@ impl Fetchers {
         }
         let fetchers = blobs.entry(blob.to_owned()).or_default();
         fetchers.retain(|_, announcement| announcement.is_current(now));
-        let others = fetchers.iter().filter(|(fetcher, _)| **fetcher != address);
-        let others = others.map(|(fetcher, announcement)| BlobFetcher {
-            address: fetcher.to_string(),
-            is_complete: announcement.is_complete,
-        });
-        let others = others.collect();
-        if fetchers.len() < MAX_FETCHERS || fetchers.contains_key(&address) {
-            fetchers.insert(address, Announcement { since: now, is_complete });
+        // Most daemons want the same parts as another one.
+        let mut known = fetchers.values().map(|announcement| &announcement.parts);
+        let known = known.find(|known| ***known == *parts).cloned();
+        let parts = known.unwrap_or_else(|| parts.into());
+        if fetchers.len() < MAX_FETCHERS || fetchers.contains_key(address) {
+            let announcement = Announcement { since: now, is_complete, parts };
+            fetchers.insert(address.clone(), announcement);
         }
-        others
+        list(fetchers.iter().filter(|(fetcher, _)| *fetcher != address))
     }
+}
+
+/// Returns daemons, and the tables of what they want.
+fn list<'a>(
+    announcements: impl Iterator<Item = (&'a Endpoint, &'a Announcement)>,
+) -> (BlobFetchers, Vec<u8>) {
+    let (mut listed, mut tables) = (BlobFetchers::default(), Vec::new());
+    let mut numbers: BTreeMap<&[u8], u32> = BTreeMap::new();
+    for (address, Announcement { is_complete, parts, .. }) in announcements {
+        let table = match numbers.entry(parts) {
+            _ if parts.is_empty() => None,
+            Entry::Occupied(number) => Some(*number.get()),
+            Entry::Vacant(_) if tables.len() + parts.len() > MAX_TABLES_BYTES => continue,
+            Entry::Vacant(number) => {
+                tables.extend_from_slice(parts);
+                listed.tables += 1;
+                Some(*number.insert(listed.tables - 1))
+            }
+        };
+        let (address, is_complete) = (address.to_string(), *is_complete);
+        listed.fetchers.push(BlobFetcher { address, is_complete, table });
+    }
+    if !tables.is_empty() {
+        listed.crc32 = checksum(&tables);
+    }
+    (listed, tables)
 }
 
 #[cfg(test)]
@@ -75,11 +112,11 @@ mod tests {
         let (fetchers, start) = (Fetchers::default(), Instant::now());
         let address = |host: &str| format!("tcp://{host}:7000").parse::<Endpoint>().unwrap();
         let announce = |blob, host: &str, is_complete, after: Duration| {
-            let found = fetchers.announce(blob, address(host), is_complete, start + after);
-            found
-                .into_iter()
-                .map(|fetcher| (fetcher.address, fetcher.is_complete))
-                .collect::<Vec<_>>()
+            let (found, tables) =
+                fetchers.announce(blob, &address(host), is_complete, &[], start + after);
+            assert_eq!((tables, found.tables, found.crc32), (Vec::new(), 0, 0));
+            let found = found.fetchers.into_iter();
+            found.map(|fetcher| (fetcher.address, fetcher.is_complete)).collect::<Vec<_>>()
         };
         let entry = |host: &str, is_complete| (address(host).to_string(), is_complete);
         assert_eq!(announce("x", "a", false, Duration::ZERO), []);
@@ -89,5 +126,28 @@ mod tests {
         assert_eq!(announce("x", "c", false, Duration::from_secs(1)), both);
         assert_eq!(announce("x", "c", false, FETCHING_TTL), [entry("b", true)]);
         assert_eq!(announce("x", "d", false, COMPLETE_TTL), []);
+    }
+
+    #[test]
+    fn fetchers_with_the_same_wants_share_a_table() {
+        let (fetchers, now) = (Fetchers::default(), Instant::now());
+        let announce = |host: usize, parts: &[u8]| {
+            let address = format!("tcp://{host}:7000").parse::<Endpoint>().unwrap();
+            fetchers.announce("x", &address, false, parts, now)
+        };
+        let tables = [[1; 8], [2; 8], [1; 8]];
+        for (host, table) in tables.iter().enumerate() {
+            announce(host, table);
+        }
+        let (listed, data) = announce(3, &[]);
+        let numbers: Vec<_> = listed.fetchers.iter().map(|fetcher| fetcher.table).collect();
+        assert_eq!(numbers, [Some(0), Some(1), Some(0)]);
+        assert_eq!((listed.tables, listed.crc32), (2, checksum(&data)));
+        assert_eq!(data, [tables[0], tables[1]].concat());
+        // A table that does not fit is left out, with its fetcher.
+        announce(4, &vec![3; MAX_TABLES_BYTES]);
+        let (listed, data) = announce(5, &[]);
+        assert_eq!((listed.fetchers.len(), data.len()), (4, 16));
+        assert_eq!(listed.fetchers[3].table, None);
     }
 }

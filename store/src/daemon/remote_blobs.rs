@@ -15,7 +15,7 @@ use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard};
 use crate::net::client::ConnectionPool;
 use crate::net::tls::{Endpoint, Identity};
-use crate::net::wire::{Range, ReadChecksum};
+use crate::net::wire::{BlobFetcher, Range, ReadChecksum};
 
 /// Timeout of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -86,6 +86,17 @@ impl fmt::Display for ReplicaKind {
 pub(crate) struct ReplicaLocation {
     pub(crate) endpoint: Endpoint,
     pub(crate) kind: ReplicaKind,
+}
+
+/// The other daemons that fetch a blob or parts of it, as its origin knows them.
+pub(crate) struct Announced {
+    pub(crate) fetchers: Vec<(Endpoint, BlobFetcher)>,
+    /// Number of tables of what they want.
+    pub(crate) tables: u32,
+    /// CRC-32 of the tables.
+    pub(crate) crc32: u32,
+    /// The tables. Empty if they are known already.
+    pub(crate) data: Vec<u8>,
 }
 
 /// Another daemon.
@@ -215,24 +226,42 @@ impl RemoteBlobIndex {
         ranges: &[Range],
         verify: bool,
     ) -> Result<(Bytes, ReadChecksum)> {
+        let (blob, ranges) = (Arc::from(name), Arc::from(ranges));
+        let read = move |connections: &ConnectionPool| {
+            let (blob, ranges): (&Arc<str>, &Arc<[Range]>) = (&blob, &ranges);
+            read_from(connections, blob, ranges.to_vec(), verify)
+        };
+        let (read, kind) = self.call_holder(name, read).await?;
+        self.count_read(kind, &read.0);
+        Ok(read)
+    }
+
+    /// Returns the CRC-32 of ranges of a blob. The daemon that has them verifies their chunks first.
+    ///
+    /// # Errors
+    ///
+    /// As [`RemoteBlobIndex::read`].
+    pub(crate) async fn checksum(&self, name: &str, ranges: &[Range]) -> Result<u32> {
+        let (blob, ranges) = (name.to_owned(), ranges.to_vec());
+        let call = move |connections: &ConnectionPool| {
+            let sum = connections.checksum_ranges(&blob, ranges.clone())?;
+            let text = format_args!("a daemon sent no checksum of `{blob}`");
+            sum.crc32.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))
+        };
+        self.call_holder(name, call).await.map(|(sum, _)| sum)
+    }
+
+    /// Calls the first daemon that has a blob, and the next one if it fails. Returns the kind of its replica too.
+    async fn call_holder<T: Send + 'static>(
+        &self,
+        name: &str,
+        call: impl Fn(&ConnectionPool) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<(T, ReplicaKind)> {
         let locations = self.inner().blobs.get(name).map(|blob| blob.locations.clone());
         let mut last_error: Option<Error> = None;
         for location in locations.unwrap_or_default() {
-            let (connections, read_permits) = {
-                let mut inner = self.inner();
-                let peer = self.peer_in(&mut inner, &location.endpoint);
-                (peer.connections.clone(), peer.read_permits.clone())
-            };
-            // Each read takes a connection and a thread.
-            let permit = read_permits.acquire_owned().await;
-            let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
-            let (blob, ranges) = (name.to_owned(), ranges.to_vec());
-            match run_blocking(move || read_from(&connections, &blob, ranges, verify)).await {
-                Ok((data, sum)) => {
-                    let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
-                    *self.inner().traffic.read_bytes.entry(location.kind).or_default() += bytes;
-                    return Ok((data, sum));
-                }
+            match self.call_daemon(&location.endpoint, name, call.clone()).await {
+                Ok(value) => return Ok((value, location.kind)),
                 // A cached replica may have been evicted, or may be damaged.
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound)
@@ -252,6 +281,29 @@ impl RemoteBlobIndex {
         }))
     }
 
+    /// Calls a daemon on a thread, when few other calls to it run.
+    async fn call_daemon<T: Send + 'static>(
+        &self,
+        endpoint: &Endpoint,
+        name: &str,
+        call: impl FnOnce(&ConnectionPool) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (connections, read_permits) = {
+            let mut inner = self.inner();
+            let peer = self.peer_in(&mut inner, endpoint);
+            (peer.connections.clone(), peer.read_permits.clone())
+        };
+        // Each call takes a connection and a thread.
+        let permit = read_permits.acquire_owned().await;
+        let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
+        run_blocking(move || call(&connections)).await
+    }
+
+    fn count_read(&self, kind: ReplicaKind, data: &Bytes) {
+        let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+        *self.inner().traffic.read_bytes.entry(kind).or_default() += bytes;
+    }
+
     /// Returns the daemon where a blob was put, if it is known.
     pub(crate) fn origin(&self, name: &str) -> Option<Endpoint> {
         let inner = self.inner();
@@ -260,7 +312,9 @@ impl RemoteBlobIndex {
         Some(origin.endpoint.clone())
     }
 
-    /// Tells the origin of a blob that this daemon fetches it, or has all of it. Returns the other daemons that do.
+    /// Tells the origin of a blob that this daemon fetches it, or parts of it. Returns the other daemons that do.
+    ///
+    /// `parts` and `known` are those of [`ConnectionPool::announce`].
     ///
     /// # Errors
     ///
@@ -270,23 +324,25 @@ impl RemoteBlobIndex {
         origin: &Endpoint,
         name: &str,
         is_complete: bool,
-    ) -> Result<Vec<(Endpoint, bool)>> {
+        parts: Arc<[u8]>,
+        known: u32,
+    ) -> Result<Announced> {
         let Some(own) = &self.own else {
             return Err(Error::new(ErrorKind::Unsupported, "other daemons do not reach this one"));
         };
         let connections = self.connections(origin);
         let (name, address) = (name.to_owned(), own.to_string());
-        let fetchers =
-            run_blocking(move || connections.announce(&name, &address, is_complete)).await?;
+        let announce = move || connections.announce(&name, &address, is_complete, &parts, known);
+        let (found, data) = run_blocking(announce).await?;
         // An address that this daemon cannot use is no source.
-        let usable = fetchers.into_iter().filter_map(|fetcher| {
+        let usable = found.fetchers.iter().filter_map(|fetcher| {
             let endpoint: Endpoint = fetcher.address.parse().ok()?;
-            (endpoint.is_tls() == self.is_tls()).then_some((endpoint, fetcher.is_complete))
+            (endpoint.is_tls() == self.is_tls()).then(|| (endpoint, fetcher.clone()))
         });
-        Ok(usable.collect())
+        Ok(Announced { fetchers: usable.collect(), tables: found.tables, crc32: found.crc32, data })
     }
 
-    /// Reads a range of a blob from a daemon that fetches it too. The bytes are not verified.
+    /// Reads ranges of a blob from a daemon that fetches it too. The bytes are not verified.
     ///
     /// # Errors
     ///
@@ -295,20 +351,12 @@ impl RemoteBlobIndex {
         &self,
         endpoint: &Endpoint,
         name: &str,
-        range: Range,
+        ranges: Vec<Range>,
     ) -> Result<Bytes> {
-        let (connections, read_permits) = {
-            let mut inner = self.inner();
-            let peer = self.peer_in(&mut inner, endpoint);
-            (peer.connections.clone(), peer.read_permits.clone())
-        };
-        let permit = read_permits.acquire_owned().await;
-        let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
         let blob = name.to_owned();
-        let read = run_blocking(move || read_from(&connections, &blob, vec![range], false)).await;
-        let (data, _) = read?;
-        let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
-        *self.inner().traffic.read_bytes.entry(ReplicaKind::Replica).or_default() += bytes;
+        let read = move |connections: &ConnectionPool| read_from(connections, &blob, ranges, false);
+        let (data, _) = self.call_daemon(endpoint, name, read).await?;
+        self.count_read(ReplicaKind::Replica, &data);
         Ok(data)
     }
 

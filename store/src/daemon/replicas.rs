@@ -19,7 +19,7 @@ use tssd_format::Archive;
 use crate::control::layout::folder_of;
 use crate::daemon::control_plane::ControlPlane;
 use crate::daemon::remote_blobs::RemoteBlobIndex;
-use crate::daemon::replicas::partial::{PartialReplica, ReplicaBuffer};
+use crate::daemon::replicas::partial::{PartialReplica, ReplicaBuffer, Waiting};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::parallel;
@@ -69,7 +69,8 @@ impl Inner {
     fn drop_partial(&mut self, may_evict: impl Fn(&String) -> bool) -> bool {
         let mut partial = self.partial.iter().filter(|(_, replica)| !replica.is_rest_requested());
         let name = partial.find(|(name, _)| may_evict(name)).map(|(name, _)| name.clone());
-        name.and_then(|name| self.partial.remove(&name)).is_some()
+        let removed = name.and_then(|name| self.partial.remove(&name));
+        removed.inspect(|replica| replica.evict()).is_some()
     }
 }
 
@@ -91,7 +92,8 @@ impl Replicas {
     /// Reads ranges of an archive of other daemons, through the cache.
     ///
     /// If `verify` is true, the sender verifies the chunks that contain the ranges, and the result has the checksum of
-    /// the data.
+    /// the data. If `waits_for_shared_fetch` is false, bytes that are fetched from other fetchers are fetched from a
+    /// holder too.
     /// Returns `None` if the archive is in the pool.
     ///
     /// # Errors
@@ -102,11 +104,13 @@ impl Replicas {
         name: &str,
         ranges: &[Range],
         verify: bool,
+        waits_for_shared_fetch: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
-        let is_fine_grained = |range: &Range| !range.2.is_empty() && range.1 < MIN_CACHED_RUN;
         let replica = if ranges.iter().any(is_fine_grained) { None } else { self.partial(name) };
+        let waiting = if waits_for_shared_fetch { Waiting::All } else { Waiting::Holders };
         if let Some(replica) = replica {
-            if let Some(read) = replica.read(&self.remote_blobs, ranges, verify).await? {
+            let read = replica.read(&self.remote_blobs, ranges, verify, waiting).await?;
+            if let Some(read) = read {
                 if replica.claim_rest() {
                     let replicas = self.clone();
                     drop(tokio::spawn(boxed(async move {
@@ -124,6 +128,30 @@ impl Replicas {
         }
         // This read is not cached.
         self.remote_blobs.read(name, ranges, verify).await.map(Some)
+    }
+
+    /// Reads ranges of an archive of which they are here. Returns `None` if they are not, or if the archive is complete.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` if a range is outside of the archive.
+    pub(crate) async fn read_fetched(
+        &self,
+        name: &str,
+        ranges: &[Range],
+        verify: bool,
+    ) -> Result<Option<(Bytes, ReadChecksum)>> {
+        let Some(replica) = self.partial(name) else { return Ok(None) };
+        replica.read_present(ranges, verify).await
+    }
+
+    /// Has ranges of an archive fetched that readers of this host will read, if it has memory allocated.
+    pub(crate) fn want(&self, name: &str, ranges: &[Range]) {
+        let cached: Vec<Range> =
+            ranges.iter().filter(|range| !is_fine_grained(range)).cloned().collect();
+        if let Some(replica) = self.partial(name) {
+            replica.want(&self.remote_blobs, &cached);
+        }
     }
 
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
@@ -203,7 +231,7 @@ impl Replicas {
                 let (remote_blobs, name) = (self.remote_blobs.clone(), replica.name.clone());
                 drop(tokio::spawn(boxed(async move {
                     // Daemons that come later then fetch it from here too.
-                    let _ = remote_blobs.announce(&origin, &name, true).await;
+                    let _ = remote_blobs.announce(&origin, &name, true, Arc::new([]), 0).await;
                 })));
             }
             self.changed.notify_waiters();
@@ -407,7 +435,8 @@ impl Replicas {
 
     /// Forgets all replicas. Used when the control plane has restarted and does not know them.
     pub(crate) fn clear(&self) {
-        *self.inner() = Inner::default();
+        let before = std::mem::take(&mut *self.inner());
+        before.partial.values().for_each(|replica| replica.evict());
         self.changed.notify_waiters();
     }
 
@@ -443,8 +472,10 @@ impl Replicas {
     /// Removes a replica. Its memory is freed when it has no reader.
     fn remove_replica(&self, name: &str) {
         let mut inner = self.inner();
-        if !self.pool.is_held(name) {
-            inner.partial.remove(name);
+        if !self.pool.is_held(name)
+            && let Some(replica) = inner.partial.remove(name)
+        {
+            replica.evict();
         }
         let was_complete = inner.complete.remove(name).is_some();
         drop(inner);
@@ -481,6 +512,11 @@ pub(crate) async fn maintain(replicas: Arc<Replicas>, control_plane: Arc<dyn Con
             replicas.remove_replaced(&key, &*control_plane).await;
         }
     }
+}
+
+/// Returns whether the runs of a range are too short to be cached.
+fn is_fine_grained(range: &Range) -> bool {
+    !range.2.is_empty() && range.1 < MIN_CACHED_RUN
 }
 
 /// Returns the folder of the version that contains an archive.

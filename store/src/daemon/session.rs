@@ -1,5 +1,6 @@
 //! The session of one connection: receives requests, runs them and sends the replies.
 
+mod blobs;
 mod connection;
 mod contributions;
 mod in_flight;
@@ -17,7 +18,6 @@ use tokio::task::JoinSet;
 use super::DaemonOptions;
 use crate::control::KnownVersion;
 use crate::daemon::bucket_sync::UploadReceiver;
-use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
 pub(crate) use crate::daemon::session::connection::IncomingConnection;
 use crate::daemon::session::connection::Origin;
 use crate::daemon::session::contributions::Contributions;
@@ -25,16 +25,13 @@ use crate::daemon::session::in_flight::{InFlightRequest, InFlightRequests, MAX_A
 use crate::daemon::state::{DAEMON_NAME, DaemonState, LocatedVersion};
 use crate::daemon::tiered::BlobLocation;
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
 use crate::ledger::Selector;
 use crate::net::link::FrameReceiver;
-use crate::net::tls::Endpoint;
 use crate::net::wire::{
-    self, Archives, BlobFetcher, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location,
-    MAX_FDS, MAX_INLINE_BYTES, Notice, ProtocolVersion, Range, ReadChecksum, Reply, Request,
-    SharedSegment, Welcome,
+    self, Archives, Data, Failure, Frame, FrameKind, Hello, KeyPage, Limits, Location, MAX_FDS,
+    MAX_INLINE_BYTES, Notice, ProtocolVersion, Reply, Request, SharedSegment, Welcome,
 };
 use crate::shm::{PeerId, SegmentId, SegmentMemory};
 use crate::status::DaemonStatus;
@@ -354,27 +351,9 @@ impl Session {
             Request::Locate { key, selector, supports_devices } => {
                 return self.locate(in_flight, &Key::new(key)?, selector, supports_devices).await;
             }
-            Request::Read { blob, ranges, verify } => {
-                return self.read(blob, ranges, verify).await;
-            }
             Request::AttachDeviceMemory { segment } => {
                 self.attach_device_memory(segment, fds)?;
                 Reply::Done
-            }
-            Request::Announce { blob, address, is_complete } => {
-                Reply::BlobFetchers(self.announce(&blob, &address, is_complete)?)
-            }
-            Request::Discard { blobs } => {
-                if self.origin.is_local() {
-                    return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
-                }
-                self.state.discard(&blobs)?;
-                Reply::Done
-            }
-            Request::FindUnknownBlobs { blobs } => {
-                let is_missing =
-                    |name: &String| self.state.volume.remote_blobs.locate(name).is_none();
-                Reply::UnknownBlobs(blobs.into_iter().filter(is_missing).collect())
             }
             Request::Prefetch { key, selector, archives } => {
                 let key = Key::new(key)?;
@@ -404,6 +383,11 @@ impl Session {
             }
             Request::RunStatus { run } => Reply::RunStatus(self.state.connected_runs.find(&run)),
             Request::Status => Reply::Status(self.status().await),
+            request @ (Request::Read { .. }
+            | Request::Fetch { .. }
+            | Request::Announce { .. }
+            | Request::Discard { .. }
+            | Request::FindUnknownBlobs { .. }) => return self.handle_blobs(request, data).await,
             request @ (Request::Versions { .. }
             | Request::Keys { .. }
             | Request::Delete { .. }
@@ -631,95 +615,6 @@ impl Session {
                 }
             }
         }
-    }
-
-    /// Records that another daemon fetches a blob of this one, or has all of it. Returns the others that do.
-    fn announce(&self, blob: &str, address: &str, is_complete: bool) -> Result<Vec<BlobFetcher>> {
-        if self.origin.is_local() {
-            return Err(Error::new(ErrorKind::Refused, "only daemons announce what they fetch"));
-        }
-        // The names are bounded by what this daemon has.
-        if self.state.volume.locate(blob)?.is_none() {
-            return Err(Error::new(ErrorKind::NotFound, format_args!("`{blob}` is not here")));
-        }
-        let address: Endpoint = address.parse()?;
-        Ok(self.state.fetchers.announce(blob, address, is_complete, Instant::now()))
-    }
-
-    /// Reads ranges of a blob, from memory or through this daemon from another one.
-    ///
-    /// The data and the copies of it take credit until they are sent.
-    async fn read(&self, name: String, ranges: Vec<Range>, verify: bool) -> Result<Response<'_>> {
-        let state = self.state.clone();
-        // An archive that was restored from the bucket is still listed as remote.
-        let is_local = state.pool.span(&name).is_some();
-        let remote = state.volume.remote_blobs.locate(&name).filter(|_| !is_local);
-        if let Some((_, len)) = remote {
-            match self.read_remote(&name, &ranges, verify, len).await {
-                Ok(Some(answer)) => return Ok(answer),
-                // The archive is local now.
-                Ok(None) => {}
-                Err(error) if error.kind() == ErrorKind::Unreachable => {
-                    state.restore_from_bucket(&name, error).await?;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        let blob = state.open_blob(&name)?;
-        let size = blob.size().map_err(|error| Error::io(&name, error))?;
-        let bytes = total_bytes(&ranges, size)?;
-        let copied = copied_bytes(&*blob, &ranges);
-        let credits = self.acquire_credits(bytes, copied).await?;
-        let read = move || {
-            if verify {
-                state.chunk_verifier.verify(&name, &blob, &ranges)?;
-            }
-            let data = gather(&*blob, &ranges)?;
-            let crc32 = verify.then(|| {
-                let mut all = crc32fast::Hasher::new();
-                data.pieces().iter().for_each(|piece| all.update(piece));
-                all.finalize()
-            });
-            Ok((data, ReadChecksum { crc32 }))
-        };
-        let (data, sum) = if copied > 0 || verify { run_blocking(read).await? } else { read()? };
-        self.state.counters.lock().sent_bytes += bytes;
-        Ok(Response { data, credits, ..Reply::Read(sum).into() })
-    }
-
-    /// Reads ranges of a blob of `len` bytes from other daemons. `None` if it is local meanwhile.
-    async fn read_remote(
-        &self,
-        name: &str,
-        ranges: &[Range],
-        verify: bool,
-        len: u64,
-    ) -> Result<Option<Response<'_>>> {
-        let bytes = total_bytes(ranges, len)?;
-        let credits = self.acquire_credits(bytes, 0).await?;
-        let replicas = &self.state.volume.replicas;
-        replicas.prepare(name, len, &*self.state.control_plane).await;
-        let read = replicas.read(name, ranges, verify).await?;
-        if read.is_some() && !self.origin.is_local() {
-            self.state.counters.lock().sent_bytes += bytes;
-        }
-        Ok(read.map(|(data, sum)| Response {
-            data: data.into(),
-            credits,
-            ..Reply::Read(sum).into()
-        }))
-    }
-
-    /// Waits for credit to send `bytes` bytes to the client, `copied` of which are copies.
-    async fn acquire_credits(&self, bytes: u64, copied: u64) -> Result<Vec<OwnedSemaphorePermit>> {
-        let kilobytes = |bytes: u64| u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
-        let own = self.read_credit.clone().acquire_many_owned(kilobytes(bytes)).await;
-        let mut credits = vec![own.map_err(semaphore_closed)?];
-        if copied > 0 {
-            let copies = self.state.copy_credit.clone().acquire_many_owned(kilobytes(copied)).await;
-            credits.push(copies.map_err(semaphore_closed)?);
-        }
-        Ok(credits)
     }
 
     /// Withdraws the open contributions and releases the leases after the connection has ended.

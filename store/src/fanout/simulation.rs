@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
-use super::{FetchPlan, Fetcher, FetcherId, PieceNumber, PieceRequest, Source};
+use super::{FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, Source, Wants};
 
 /// Time from a request to the first byte.
 const LATENCY: u64 = 200;
@@ -118,8 +118,13 @@ impl Fleet {
     }
 
     fn run(&self) -> Outcome {
+        let plan = |number| {
+            let mut plan = FetchPlan::new(fetcher_id(number), self.pieces);
+            plan.set_wants(Wants::Archive, (0..self.pieces).map(|piece| (piece, Part::WHOLE)));
+            plan
+        };
         let host = |number| Host {
-            plan: FetchPlan::new(fetcher_id(number), self.pieces, 0..self.pieces),
+            plan: plan(number),
             present: BTreeSet::new(),
             on_demand: BTreeSet::new(),
             waiting: BTreeMap::new(),
@@ -196,6 +201,7 @@ impl Simulation<'_> {
             .filter(|(_, fetcher)| fetcher.announcements > 0)
             .map(|(number, fetcher)| Fetcher {
                 id: fetcher_id(number),
+                wants: Wants::Archive,
                 is_complete: fetcher.completed.is_some(),
             })
             .collect();
@@ -238,7 +244,10 @@ impl Simulation<'_> {
             let is_requested =
                 self.hosts[fetcher].plan.in_flight.keys().any(|it| it.piece == request.piece);
             self.hosts[fetcher].waiting.entry(request.piece).or_default().push(host);
-            if !is_requested && self.hosts[fetcher].on_demand.insert(request.piece) {
+            let plan = &mut self.hosts[fetcher].plan;
+            if plan.queues.get(&Source::Holder).is_some_and(|it| it.contains(&request.piece)) {
+                plan.prioritize(request.piece);
+            } else if !is_requested && self.hosts[fetcher].on_demand.insert(request.piece) {
                 let request = PieceRequest { piece: request.piece, source: Source::Holder };
                 self.send_from_holder(fetcher, request, true);
             }

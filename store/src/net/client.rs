@@ -120,7 +120,8 @@ impl RemoteController {
         let response = calls.call(&Request::Hello(hello()), Bytes::new(), RESPONSE_TIMEOUT).await?;
         match response.reply {
             Reply::Welcome(welcome) if welcome.protocol.major == ProtocolVersion::CURRENT.major => {
-                let pool = Arc::new(ConnectionPool::new(connector).valid_while(calls.open_check()));
+                let pool = ConnectionPool::new(connector).valid_while(calls.open_check());
+                let pool = Arc::new(if is_near { pool.with_prefetch() } else { pool });
                 let instance = welcome.instance;
                 let supports_devices = is_near && welcome.supports_devices;
                 let inline_max_bytes = welcome.inline_max_bytes.min(limits.data.into());

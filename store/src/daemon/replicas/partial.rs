@@ -1,10 +1,11 @@
 //! A partial replica of an archive: its bytes are fetched on demand, each byte once for all readers.
 
+mod pieces;
 mod shared_fetch;
 
 use std::ops;
 use std::pin::pin;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, OnceLock, RwLock};
 
 use bytes::Bytes;
 use rangemap::RangeSet;
@@ -15,9 +16,10 @@ use tssd_format::checksum;
 use crate::convert::to_usize;
 use crate::daemon::chunk_verifier::{copy_ranges, total_bytes};
 use crate::daemon::remote_blobs::RemoteBlobIndex;
+use crate::daemon::replicas::partial::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::io::exec::run_blocking;
-use crate::io::sync::{Lock, MutexGuard};
+use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::net::wire::{MAX_READ_BYTES, Range, ReadChecksum};
 use crate::shm::BlobWriter;
 
@@ -26,6 +28,9 @@ const MAX_RANGES: usize = 250;
 
 /// Number of concurrent requests for the rest of an archive.
 const FETCHERS: usize = 4;
+
+/// Maximum number of runs of the ranges that readers want of an archive. It bounds the memory for them.
+const MAX_WANTED_RUNS: u64 = 1 << 20;
 
 /// Maximum size of the rest of an archive that is fetched without a request.
 ///
@@ -68,6 +73,21 @@ pub(crate) struct PartialReplica {
     state: Lock<State>,
     /// Notified when a fetch has ended, with or without success.
     changed: Notify,
+    /// Notified when a reader wants more, or when the replica is evicted.
+    wants_changed: Notify,
+    /// The pieces in which daemons share the archive, once they are known.
+    pieces: OnceLock<Arc<Pieces>>,
+}
+
+/// State of the shared fetch of an archive.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum SharedFetchState {
+    #[default]
+    Ended,
+    /// It runs, and knows what readers want.
+    Running,
+    /// It runs, and readers want more than it knows.
+    Outdated,
 }
 
 /// State of the bytes of an archive.
@@ -79,8 +99,21 @@ struct State {
     present_bytes: u64,
     /// Bytes in `present` whose chunks the sender has verified.
     verified: RangeSet<u64>,
-    /// Bytes that a reader is fetching.
+    /// Bytes that are requested from a holder of the archive.
     in_flight: RangeSet<u64>,
+    /// Bytes that readers of this host want, or wanted before.
+    wanted: RangeSet<u64>,
+    /// Number of runs of all wanted ranges.
+    wanted_runs: u64,
+    /// Bytes in `wanted` that the shared fetch has to fetch. Readers wait for it.
+    claimed: RangeSet<u64>,
+    /// Bytes in `claimed` that the shared fetch fetches from a holder. Other daemons wait for it.
+    owned: RangeSet<u64>,
+    /// Offsets in `owned` that other daemons wait for.
+    demanded: Vec<u64>,
+    shared_fetch: SharedFetchState,
+    /// Whether the replica is evicted. Nothing is fetched for it.
+    is_evicted: bool,
     /// Whether the rest of the archive is being fetched, or will be.
     is_rest_requested: bool,
 }
@@ -92,13 +125,70 @@ impl State {
         if is_verified {
             self.verified.insert(run.clone());
         }
+        self.claimed.remove(run.clone());
+        self.owned.remove(run.clone());
         self.present.insert(run);
+    }
+
+    /// Adds a run that a reader wants. The shared fetch has to fetch what is missing of it.
+    fn want(&mut self, run: ops::Range<u64>) {
+        let missing: Vec<_> = self.present.gaps(&run).collect();
+        self.claimed.extend(missing);
+        self.wanted.insert(run);
+    }
+
+    /// Returns the parts of a run that no task fetches. The tasks are those that a reader waits for.
+    fn unclaimed(&self, run: &ops::Range<u64>, waiting: Waiting) -> Vec<ops::Range<u64>> {
+        let parts: Vec<_> = self.in_flight.gaps(run).collect();
+        match self.shared(waiting) {
+            None => parts,
+            Some(shared) => parts.iter().flat_map(|part| shared.gaps(part)).collect(),
+        }
+    }
+
+    /// Returns the bytes of the shared fetch that a read waits for.
+    fn shared(&self, waiting: Waiting) -> Option<&RangeSet<u64>> {
+        match waiting {
+            Waiting::Requests => None,
+            Waiting::Holders => Some(&self.owned),
+            Waiting::All => Some(&self.claimed),
+        }
+    }
+
+    /// Has the shared fetch fetch ranges next. Returns whether it fetches any of them from a holder.
+    fn demand(&mut self, ranges: &[Range]) -> bool {
+        let before = self.demanded.len();
+        for range in ranges {
+            let first_run = range.0..range.0 + range.1;
+            let is_owned = self.owned.overlaps(&first_run);
+            self.demanded.extend(is_owned.then_some(first_run.start));
+        }
+        self.demanded.len() > before
+    }
+
+    /// Ends the shared fetch. Readers fetch what it has claimed.
+    fn end_shared_fetch(&mut self) {
+        self.claimed.clear();
+        self.owned.clear();
+        self.demanded.clear();
+        self.shared_fetch = SharedFetchState::Ended;
     }
 
     /// Returns the bytes that a read can use: only verified ones if `verify` is true.
     fn usable(&self, verify: bool) -> &RangeSet<u64> {
         if verify { &self.verified } else { &self.present }
     }
+}
+
+/// Which fetches of other tasks a read waits for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waiting {
+    /// Requests to holders of the archive.
+    Requests,
+    /// Those, and the requests to holders that the shared fetch will make.
+    Holders,
+    /// All requests of the shared fetch.
+    All,
 }
 
 /// The bytes that a read is missing.
@@ -130,8 +220,15 @@ impl Drop for FetchClaim<'_> {
 
 impl PartialReplica {
     pub(crate) fn new(name: String, len: u64, buffer: ReplicaBuffer) -> Self {
-        let (state, changed) = (Lock::default(), Notify::new());
-        Self { name, len, buffer: RwLock::new(Some(buffer)), state, changed }
+        Self {
+            name,
+            len,
+            buffer: RwLock::new(Some(buffer)),
+            state: Lock::default(),
+            changed: Notify::new(),
+            wants_changed: Notify::new(),
+            pieces: OnceLock::new(),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -152,11 +249,49 @@ impl PartialReplica {
         remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
         verify: bool,
+        waiting: Waiting,
+    ) -> Result<Option<(Bytes, ReadChecksum)>> {
+        total_bytes(ranges, self.len)?;
+        // Bytes for a fetcher are verified, if they can be: readers of this host may need verified ones.
+        let pieces = self.pieces.get().filter(|_| waiting == Waiting::Holders);
+        let verify_fetch = verify || pieces.is_some_and(|pieces| pieces.are_in_chunks(ranges));
+        let fetched = self.fetch_missing(remote_blobs, ranges, verify_fetch, waiting).await?;
+        if let Some((data, sum)) = fetched {
+            return Ok(Some((data, if verify { sum } else { ReadChecksum { crc32: None } })));
+        }
+        self.copy(ranges, verify).await
+    }
+
+    /// Reads ranges that are present. Returns `None` if some bytes are missing, or if the memory was taken.
+    ///
+    /// # Errors
+    ///
+    /// `Invalid` as [`total_bytes`].
+    pub(crate) async fn read_present(
+        self: &Arc<Self>,
+        ranges: &[Range],
+        verify: bool,
+    ) -> Result<Option<(Bytes, ReadChecksum)>> {
+        total_bytes(ranges, self.len)?;
+        let is_present = {
+            let (state, mut is_present) = (self.state(), true);
+            for range in ranges {
+                range.for_each_run(|at| {
+                    is_present &= state.usable(verify).gaps(&(at..at + range.1)).next().is_none();
+                });
+            }
+            is_present
+        };
+        if is_present { self.copy(ranges, verify).await } else { Ok(None) }
+    }
+
+    /// Copies ranges that are present. Returns `None` if the memory was taken.
+    async fn copy(
+        self: &Arc<Self>,
+        ranges: &[Range],
+        verify: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         let bytes = total_bytes(ranges, self.len)?;
-        if let Some(fetched) = self.fetch_missing(remote_blobs, ranges, verify).await? {
-            return Ok(Some(fetched));
-        }
         let (replica, ranges) = (self.clone(), ranges.to_vec());
         run_blocking(move || {
             let buffer = replica.buffer.read().expect("nobody panics while writing");
@@ -173,7 +308,11 @@ impl PartialReplica {
         self: &Arc<Self>,
         remote_blobs: &Arc<RemoteBlobIndex>,
     ) -> Result<()> {
-        shared_fetch::fetch(self, remote_blobs).await?;
+        if !self.misses_little() {
+            self.want(remote_blobs, &[Range::contiguous(0, self.len)]);
+            self.wait_for_shared_fetch().await;
+        }
+        // The rest, or all if it could not be shared.
         let parts = Arc::new(Lock::new(self.missing_requests().into_iter()));
         let mut fetchers: JoinSet<Result<()>> = JoinSet::new();
         for _ in 0..FETCHERS {
@@ -183,7 +322,7 @@ impl PartialReplica {
                 loop {
                     let next = parts.lock().next();
                     let Some(part) = next else { return Ok(()) };
-                    replica.fetch_missing(&remote_blobs, &part, false).await?;
+                    replica.fetch_missing(&remote_blobs, &part, false, Waiting::All).await?;
                 }
             });
         }
@@ -194,12 +333,60 @@ impl PartialReplica {
         Ok(())
     }
 
+    /// Has ranges fetched that readers will read: together with other daemons, in the background.
+    ///
+    /// Does nothing for ranges that are not valid, or have too many runs.
+    pub(crate) fn want(self: &Arc<Self>, remote_blobs: &Arc<RemoteBlobIndex>, ranges: &[Range]) {
+        if remote_blobs.own().is_none() || self.len < shared_fetch::MIN_SHARED_BYTES {
+            return;
+        }
+        let mut state = self.state();
+        for range in ranges {
+            let runs = range.total_bytes(self.len).map(|bytes| bytes / range.1);
+            let wanted_runs = runs.and_then(|runs| runs.checked_add(state.wanted_runs));
+            let Some(wanted_runs) = wanted_runs.filter(|runs| *runs <= MAX_WANTED_RUNS) else {
+                continue;
+            };
+            state.wanted_runs = wanted_runs;
+            range.for_each_run(|at| state.want(at..at + range.1));
+        }
+        if state.claimed.is_empty() || state.is_evicted {
+            return;
+        }
+        let before = std::mem::replace(&mut state.shared_fetch, SharedFetchState::Outdated);
+        drop(state);
+        if before == SharedFetchState::Ended {
+            drop(tokio::spawn(boxed(shared_fetch::run(self.clone(), remote_blobs.clone()))));
+        } else {
+            self.wants_changed.notify_one();
+        }
+    }
+
+    /// Waits until no shared fetch runs.
+    async fn wait_for_shared_fetch(&self) {
+        loop {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if self.state().shared_fetch == SharedFetchState::Ended {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Ends the shared fetch. Its readers fetch what they miss themselves.
+    pub(crate) fn evict(&self) {
+        self.state().is_evicted = true;
+        self.wants_changed.notify_one();
+    }
+
     /// Whether so little is missing that the rest must be fetched. Returns true only once.
     pub(crate) fn claim_rest(&self) -> bool {
-        let mut state = self.state();
-        let rest = self.len - state.present_bytes;
-        let is_little = rest <= (self.len / REST_DIVISOR).max(REST_BYTES);
-        is_little && !std::mem::replace(&mut state.is_rest_requested, true)
+        self.misses_little() && !std::mem::replace(&mut self.state().is_rest_requested, true)
+    }
+
+    fn misses_little(&self) -> bool {
+        self.len - self.state().present_bytes <= (self.len / REST_DIVISOR).max(REST_BYTES)
     }
 
     /// Requests the rest of the archive.
@@ -253,12 +440,13 @@ impl PartialReplica {
         remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
         verify: bool,
+        waiting: Waiting,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         loop {
             // Registered before the state is read, so that no change is missed.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            let claim = match self.claim_missing(ranges, verify) {
+            let claim = match self.claim_missing(ranges, verify, waiting) {
                 MissingRanges::Empty => return Ok(None),
                 MissingRanges::InFlight => {
                     changed.await;
@@ -282,15 +470,16 @@ impl PartialReplica {
     }
 
     /// Returns the missing bytes of these ranges, and claims those that no reader is fetching.
-    fn claim_missing(&self, ranges: &[Range], verify: bool) -> MissingRanges<'_> {
+    fn claim_missing(&self, ranges: &[Range], verify: bool, waiting: Waiting) -> MissingRanges<'_> {
         let mut state = self.state();
         let (mut claimed, mut is_in_flight) = (Vec::new(), false);
         for range in ranges {
             let mut is_unclaimed = true;
             range.for_each_run(|at| {
                 let run = at..at + range.1;
-                is_unclaimed &=
-                    !state.usable(verify).overlaps(&run) && !state.in_flight.overlaps(&run);
+                is_unclaimed &= !state.shared(waiting).is_some_and(|shared| shared.overlaps(&run))
+                    && !state.usable(verify).overlaps(&run)
+                    && !state.in_flight.overlaps(&run);
             });
             if is_unclaimed {
                 claimed.push(range.clone());
@@ -300,14 +489,17 @@ impl PartialReplica {
             range.for_each_run(|at| {
                 let gaps: Vec<_> = state.usable(verify).gaps(&(at..at + range.1)).collect();
                 for gap in gaps {
-                    is_in_flight |= state.in_flight.overlaps(&gap);
-                    let unclaimed: Vec<_> = state.in_flight.gaps(&gap).collect();
+                    let unclaimed = state.unclaimed(&gap, waiting);
+                    is_in_flight |= unclaimed != [gap];
                     for part in unclaimed {
                         claimed.push(Range::contiguous(part.start, part.end - part.start));
                         state.in_flight.insert(part);
                     }
                 }
             });
+        }
+        if waiting == Waiting::Holders && is_in_flight && state.demand(ranges) {
+            self.wants_changed.notify_one();
         }
         match (claimed.is_empty(), is_in_flight) {
             (false, _) => MissingRanges::Claimed(FetchClaim { replica: self, ranges: claimed }),

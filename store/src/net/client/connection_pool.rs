@@ -3,7 +3,7 @@
 //! Each thread uses one connection with several requests in flight. A request is the credit for its
 //! bytes: the daemon sends only what was requested.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, BufReader, Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::io::sync::{Lock, MutexGuard};
 use crate::ledger::{RunId, RunStatus};
 use crate::net::tls::{Duplex, IO_TIMEOUT};
 use crate::net::wire::{
-    BlobFetcher, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion,
+    BlobFetchers, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion,
     Range, ReadChecksum, Reply, Request,
 };
 
@@ -59,6 +59,8 @@ pub(crate) struct ConnectionPool {
     connector: Connector,
     /// Whether the daemon still keeps the blobs unchanged for this process.
     is_leased: Box<dyn Fn() -> bool + Send + Sync>,
+    /// Whether the daemon fetches for its host. A read then names all its ranges in advance.
+    prefetches: bool,
     idle: Lock<Vec<Connection>>,
 }
 
@@ -81,7 +83,15 @@ struct Batch {
 
 impl ConnectionPool {
     pub(crate) fn new(connector: Connector) -> Self {
-        Self { connector, is_leased: Box::new(|| true), idle: Lock::default() }
+        let (is_leased, idle) = (Box::new(|| true), Lock::default());
+        Self { connector, is_leased, prefetches: false, idle }
+    }
+
+    /// Has the daemon begin to fetch all that a read will request, before the first request.
+    ///
+    /// It can then fetch chunks that several readers of its host want in part as a whole, and from other hosts.
+    pub(crate) fn with_prefetch(self) -> Self {
+        Self { prefetches: true, ..self }
     }
 
     /// Sets the condition under which the daemon keeps the blobs unchanged, such as a lease.
@@ -137,57 +147,110 @@ impl ConnectionPool {
         ranges: Vec<Range>,
         verify: bool,
     ) -> Result<(Bytes, ReadChecksum)> {
-        let request = Request::Read { blob: blob.to_owned(), ranges, verify };
-        self.with_connection(&CancelToken::default(), |connection| {
-            match connection.call(&request, &CancelToken::default())? {
-                (Reply::Read(sum), data) => Ok((data.into(), sum)),
-                (other, _) => Err(unexpected_reply(&other)),
-            }
+        let request = Request::Read { blob: blob.to_owned(), ranges, verify, without_data: false };
+        self.call(&request, &[], |reply, data| match reply {
+            Reply::Read(sum) => Ok((data.into(), sum)),
+            other => Err(unexpected_reply(&other)),
         })
     }
 
-    /// Tells the daemon that another one, at `address`, fetches a blob or has all of it. Returns the others that do.
+    /// Returns the CRC-32 of ranges of a blob, whose chunks the daemon verifies.
+    pub(crate) fn checksum_ranges(&self, blob: &str, ranges: Vec<Range>) -> Result<ReadChecksum> {
+        let blob = blob.to_owned();
+        let request = Request::Read { blob, ranges, verify: true, without_data: true };
+        self.call(&request, &[], |reply, _| match reply {
+            Reply::Read(sum) => Ok(sum),
+            other => Err(unexpected_reply(&other)),
+        })
+    }
+
+    /// Tells the daemon that another one, at `address`, fetches a blob or parts of it. Returns the others that do.
+    ///
+    /// `parts` is what it wants, and `known` the CRC-32 of the tables of the last reply. The tables are empty if they
+    /// are the same.
     pub(crate) fn announce(
         &self,
         blob: &str,
         address: &str,
         is_complete: bool,
-    ) -> Result<Vec<BlobFetcher>> {
+        parts: &[u8],
+        known: u32,
+    ) -> Result<(BlobFetchers, Vec<u8>)> {
         let (blob, address) = (blob.to_owned(), address.to_owned());
-        let request = Request::Announce { blob, address, is_complete };
-        self.with_connection(&CancelToken::default(), |connection| {
-            match connection.call(&request, &CancelToken::default())? {
-                (Reply::BlobFetchers(fetchers), _) => Ok(fetchers),
-                (other, _) => Err(unexpected_reply(&other)),
-            }
+        let request = Request::Announce { blob, address, is_complete, known };
+        self.call(&request, parts, |reply, data| match reply {
+            Reply::BlobFetchers(fetchers) => Ok((fetchers, data)),
+            other => Err(unexpected_reply(&other)),
         })
     }
 
     /// Tells the daemon that blobs are no longer needed.
     pub(crate) fn discard(&self, blobs: &[String]) -> Result<()> {
         let request = Request::Discard { blobs: blobs.to_vec() };
-        self.with_connection(&CancelToken::default(), |connection| {
-            match connection.call(&request, &CancelToken::default())? {
-                (Reply::Done, _) => Ok(()),
-                (other, _) => Err(unexpected_reply(&other)),
-            }
+        self.call(&request, &[], |reply, _| match reply {
+            Reply::Done => Ok(()),
+            other => Err(unexpected_reply(&other)),
         })
     }
 
     /// Returns whether a process of a run is connected to the daemon.
     pub(crate) fn run_status(&self, run: &RunId) -> Result<RunStatus> {
         let request = Request::RunStatus { run: run.clone() };
-        self.with_connection(&CancelToken::default(), |connection| {
-            match connection.call(&request, &CancelToken::default())? {
-                (Reply::RunStatus(status), _) => Ok(status),
-                (other, _) => Err(unexpected_reply(&other)),
-            }
+        self.call(&request, &[], |reply, _| match reply {
+            Reply::RunStatus(status) => Ok(status),
+            other => Err(unexpected_reply(&other)),
         })
+    }
+
+    /// Has the daemon begin to fetch the ranges of jobs, by blob. Blobs of which one request reads all are left out.
+    fn begin_fetches(&self, jobs: &[RangeJob<'_>], stop: &CancelToken) -> Result<()> {
+        let mut blobs: BTreeMap<&Arc<str>, Vec<Range>> = BTreeMap::new();
+        for copy in jobs.iter().flat_map(|job| &job.copies) {
+            let ranges = blobs.entry(&copy.blob).or_default();
+            for Piece { range, .. } in Piece::split(copy.source, 0, &copy.runs, u64::MAX) {
+                match ranges.last_mut() {
+                    Some(last) if last.is_followed_by(&range) => last.1 += range.1,
+                    _ => ranges.push(range),
+                }
+            }
+        }
+        let bytes = |range: &Range| range.total_bytes(u64::MAX).unwrap_or(u64::MAX);
+        let total = |ranges: &[Range]| {
+            ranges.iter().fold(0_u64, |total, range| total.saturating_add(bytes(range)))
+        };
+        blobs.retain(|_, ranges| total(ranges) > MAX_READ_BYTES);
+        for (blob, ranges) in blobs {
+            for part in split_by_json(ranges) {
+                let request = Request::Fetch { blob: blob.to_string(), ranges: part };
+                let call = |connection: &mut Connection| connection.call(&request, &[], stop);
+                match self.with_connection(stop, call)? {
+                    (Reply::Done, _) => {}
+                    (other, _) => return Err(unexpected_reply(&other)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a request with data, and converts the reply and its data.
+    fn call<T>(
+        &self,
+        request: &Request,
+        data: &[u8],
+        convert: impl FnOnce(Reply, Vec<u8>) -> Result<T>,
+    ) -> Result<T> {
+        let stop = CancelToken::default();
+        let call = |connection: &mut Connection| connection.call(request, data, &stop);
+        let (reply, data) = self.with_connection(&stop, call)?;
+        convert(reply, data)
     }
 }
 
 impl RangeReader for ConnectionPool {
     fn read_ranges(&self, jobs: Vec<RangeJob<'_>>, stop: &CancelToken) -> Result<u64> {
+        if self.prefetches {
+            self.begin_fetches(&jobs, stop)?;
+        }
         let threads = cores().min(MAX_CONNECTIONS).min(jobs.len());
         let jobs = Lock::new(jobs.into_iter());
         let next = || jobs.lock().next();
@@ -222,6 +285,27 @@ impl RangeReader for ConnectionPool {
             .read_ranges(vec![RangeJob { target, copies: vec![whole] }], &CancelToken::default());
         pulled.map(drop).map_err(io::Error::other)
     }
+}
+
+/// Splits ranges into parts that fit into a request.
+fn split_by_json(ranges: Vec<Range>) -> Vec<Vec<Range>> {
+    let mut parts: Vec<Vec<Range>> = Vec::new();
+    let mut json_bytes = 0;
+    for range in ranges {
+        let range_bytes = range_json_bytes(&range);
+        if parts.is_empty() || json_bytes + range_bytes > MAX_RANGES_JSON_BYTES {
+            parts.push(Vec::new());
+            json_bytes = 0;
+        }
+        json_bytes += range_bytes;
+        parts.last_mut().expect("there is one").push(range);
+    }
+    parts
+}
+
+/// Returns an upper bound of the length of a range in JSON, in bytes.
+fn range_json_bytes(range: &Range) -> usize {
+    RANGE_JSON_BYTES + LOOP_JSON_BYTES * range.2.len()
 }
 
 /// The jobs of a thread, and the boxes that are not requested yet.
@@ -277,8 +361,7 @@ impl<'a, 'n> JobQueue<'a, 'n> {
             let (target_index, proof) = (*target_index, each.verify.clone());
             let piece = self.pieces.front().expect("it has one");
             let bytes = piece.range.total_bytes(u64::MAX).unwrap_or(u64::MAX);
-            let next_json_bytes =
-                json_bytes + RANGE_JSON_BYTES + LOOP_JSON_BYTES * piece.range.2.len();
+            let next_json_bytes = json_bytes + range_json_bytes(&piece.range);
             if !ranges.is_empty()
                 && (batch.bytes.saturating_add(bytes) > MAX_READ_BYTES
                     || next_json_bytes > MAX_RANGES_JSON_BYTES)
@@ -300,7 +383,12 @@ impl<'a, 'n> JobQueue<'a, 'n> {
             }
             batch.pieces.push((target_index, piece, proof));
         }
-        let request = Request::Read { blob: blob.to_string(), ranges, verify: batch.verify };
+        let request = Request::Read {
+            blob: blob.to_string(),
+            ranges,
+            verify: batch.verify,
+            without_data: false,
+        };
         Some((batch, request))
     }
 }
@@ -312,7 +400,7 @@ impl Connection {
             .map_err(|error| connection_lost(&error))?;
         let stream = BufReader::with_capacity(BUFFER_BYTES, stream);
         let mut connection = Self { stream, next_number: 1, deadline: Instant::now() };
-        match connection.call(&Request::Hello(hello()), stop)?.0 {
+        match connection.call(&Request::Hello(hello()), &[], stop)?.0 {
             Reply::Welcome(welcome) if welcome.protocol.major == ProtocolVersion::CURRENT.major => {
                 Ok(connection)
             }
@@ -320,9 +408,14 @@ impl Connection {
         }
     }
 
-    /// Sends a request, and receives the reply and its data.
-    fn call(&mut self, request: &Request, stop: &CancelToken) -> Result<(Reply, Vec<u8>)> {
-        self.send_request(request)?;
+    /// Sends a request with data, and receives the reply and its data.
+    fn call(
+        &mut self,
+        request: &Request,
+        data: &[u8],
+        stop: &CancelToken,
+    ) -> Result<(Reply, Vec<u8>)> {
+        self.send_request(request, data)?;
         let (_, reply, len) = self.receive_reply(stop)?;
         let mut data = vec![0; usize::try_from(len).unwrap_or_default()];
         self.read_exact(&mut data, stop)?;
@@ -367,15 +460,16 @@ impl Connection {
         Ok(())
     }
 
-    fn send_request(&mut self, request: &Request) -> Result<()> {
+    fn send_request(&mut self, request: &Request, data: &[u8]) -> Result<()> {
         let head = serde_json::to_vec(request)
             .map_err(|error| Error::new(ErrorKind::Invalid, format_args!("message: {error}")))?;
-        let head_len = u32::try_from(head.len()).unwrap_or(u32::MAX);
+        let [head_len, data_len] =
+            [head.len(), data.len()].map(|len| u32::try_from(len).unwrap_or(u32::MAX));
         let number = self.next_number;
         self.next_number += 1;
-        let header = Header { kind: FrameKind::Request, fds: 0, head_len, data_len: 0, number };
+        let header = Header { kind: FrameKind::Request, fds: 0, head_len, data_len, number };
         let stream = self.stream.get_mut();
-        let bytes = [&header.to_bytes()[..], &head].concat();
+        let bytes = [&header.to_bytes()[..], &head, data].concat();
         stream
             .write_all(&bytes)
             .and_then(|()| stream.flush())
@@ -406,7 +500,7 @@ impl Connection {
             while credit >= MAX_READ_BYTES
                 && let Some((batch, request)) = queue.next_batch(self.next_number)
             {
-                self.send_request(&request)?;
+                self.send_request(&request, &[])?;
                 credit -= batch.bytes;
                 in_flight.push_back(batch);
             }

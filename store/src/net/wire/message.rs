@@ -114,14 +114,28 @@ pub(crate) enum Request {
         /// Whether the daemon verifies the chunks of the ranges and returns the CRC-32 of the data.
         #[serde(default)]
         verify: bool,
+        /// Whether the reply has no data, only the CRC-32 of it.
+        #[serde(default)]
+        without_data: bool,
     },
-    /// Says that the client, which is a daemon, fetches a blob or has all of it. Returns the other daemons that do.
+    /// Begins to copy ranges of a blob of another daemon, which the client will read.
+    Fetch {
+        blob: String,
+        ranges: Vec<Range>,
+    },
+    /// Says that the client, which is a daemon, fetches a blob or parts of it. Returns the other daemons that do.
+    ///
+    /// The data is the part that it wants of each piece. Without data, it wants all.
     Announce {
         blob: String,
         /// Where other daemons reach the client.
         address: String,
+        /// Whether the client has all that it wants.
         #[serde(default)]
         is_complete: bool,
+        /// CRC-32 of the data of the last reply. If it is the same, the reply has no data.
+        #[serde(default)]
+        known: u32,
     },
     /// Deletes blobs that this daemon stores for the controller that sends the request.
     Discard {
@@ -218,8 +232,8 @@ pub(crate) enum Request {
 impl Request {
     /// Returns whether the frame of the request can have data.
     pub(crate) fn accepts_data(&self) -> bool {
-        use Request::{Begin, Commit, Extend, Write};
-        matches!(self, Begin(_) | Extend { .. } | Commit { .. } | Write { .. })
+        use Request::{Announce, Begin, Commit, Extend, Write};
+        matches!(self, Begin(_) | Extend { .. } | Commit { .. } | Write { .. } | Announce { .. })
     }
 
     /// Returns the name of the request in JSON.
@@ -234,6 +248,7 @@ impl Request {
             Self::Withdraw { .. } => "withdraw",
             Self::Locate { .. } => "locate",
             Self::Read { .. } => "read",
+            Self::Fetch { .. } => "fetch",
             Self::Announce { .. } => "announce",
             Self::Discard { .. } => "discard",
             Self::FindUnknownBlobs { .. } => "find_unknown_blobs",
@@ -309,8 +324,8 @@ pub(crate) enum Reply {
     Leased(LeaseReply),
     /// The data is the bytes.
     Read(ReadChecksum),
-    /// The daemons that fetch a blob or have all of it.
-    BlobFetchers(Vec<BlobFetcher>),
+    /// The daemons that fetch a blob or parts of it. The data is the tables of what they want.
+    BlobFetchers(BlobFetchers),
     /// The blobs that the daemon does not know.
     UnknownBlobs(Vec<String>),
     /// The version that was copied.
@@ -336,12 +351,28 @@ pub(crate) enum Reply {
     Failed(Failure),
 }
 
-/// A daemon that fetches a blob of another one, or has all of it.
+/// The daemons that fetch a blob of another one, or parts of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BlobFetchers {
+    pub(crate) fetchers: Vec<BlobFetcher>,
+    /// Number of tables in the data.
+    #[serde(default)]
+    pub(crate) tables: u32,
+    /// CRC-32 of the data. 0 if there are no tables.
+    #[serde(default)]
+    pub(crate) crc32: u32,
+}
+
+/// A daemon that fetches a blob of another one, or parts of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct BlobFetcher {
     pub(crate) address: String,
+    /// Whether it has all that it wants.
     #[serde(default)]
     pub(crate) is_complete: bool,
+    /// The table of what it wants. None: it wants all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) table: Option<u32>,
 }
 
 /// Counts of the followers of a key, and of the versions that they hold.

@@ -1,32 +1,31 @@
-//! Fetches an archive together with other daemons: each piece comes from its holder once, and is passed on.
+//! A shared fetch: fetches the chunks that readers of this host want, together with other daemons that fetch them.
 //!
-//! [`FetchPlan`] decides. This module asks the origin for the other daemons, and sends the requests.
+//! Each piece comes from a holder of the archive or from a fetcher, and its chunks are verified when it comes.
 
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 use tssd_format::{Archive, checksum};
 
-use super::PartialReplica;
-use crate::convert::to_usize;
-use crate::daemon::remote_blobs::RemoteBlobIndex;
+use super::pieces::{MIN_PIECE_BYTES, Pieces, clipped, encode_wants, to_ranges};
+use super::{
+    FetchClaim, MAX_RANGES, MissingRanges, PartialReplica, SharedFetchState, State, Waiting,
+};
+use crate::daemon::remote_blobs::{Announced, RemoteBlobIndex};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fanout::{FetchPlan, Fetcher, FetcherId, PieceNumber, PieceRequest, Source};
+use crate::fanout::{
+    FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, Source, Wants,
+};
 use crate::io::exec::run_blocking;
 use crate::net::tls::Endpoint;
-use crate::net::wire::{self, MAX_READ_BYTES};
+use crate::net::wire;
 
-/// Smallest archive that daemons fetch together.
-const MIN_SHARED_BYTES: u64 = 4 << 20;
-
-/// Smallest piece, in bytes. It has whole chunks.
-const MIN_PIECE_BYTES: u64 = 1 << 20;
-
-/// Number of pieces that an archive has, unless they would be too small or too large.
-const TARGET_PIECES: u64 = 512;
+/// Smallest archive that is fetched together, in bytes.
+pub(super) const MIN_SHARED_BYTES: u64 = 2 * MIN_PIECE_BYTES;
 
 /// Delays before a daemon asks for the other daemons again.
 const ANNOUNCE_DELAYS: [Duration; 4] = [
@@ -45,56 +44,37 @@ const FIRST_ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval at which the plan looks for slow daemons.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Fetches the chunks of an archive that are missing. The rest, such as the index, stays missing.
+/// Fetches what readers want of the chunks of an archive, until they want no more.
 ///
-/// Does nothing for a small archive, if other daemons do not reach this one, or if the index cannot be read now.
-///
-/// # Errors
-///
-/// As [`RemoteBlobIndex::read`]. A fetcher that fails is replaced.
-pub(super) async fn fetch(
+/// If it fails, the readers fetch what they miss themselves. They also fetch all that is in no chunk.
+pub(super) async fn run(replica: Arc<PartialReplica>, remote_blobs: Arc<RemoteBlobIndex>) {
+    let mut claims = SharedClaims { replica: &replica, is_released: false };
+    if let Err(error) = fetch(&mut claims, &replica, &remote_blobs).await {
+        tracing::debug!(name = replica.name, %error, "the archive is not fetched together");
+    }
+}
+
+async fn fetch(
+    claims: &mut SharedClaims<'_>,
     replica: &Arc<PartialReplica>,
     remote_blobs: &Arc<RemoteBlobIndex>,
 ) -> Result<()> {
-    let (Some(own), Some(origin)) = (remote_blobs.own(), remote_blobs.origin(&replica.name)) else {
-        return Ok(());
-    };
-    if replica.len < MIN_SHARED_BYTES {
-        return Ok(());
-    }
-    let Some(remote) = remote_blobs.open(&replica.name) else { return Ok(()) };
-    let (name, len) = (replica.name.clone(), replica.len);
-    let pieces = run_blocking(move || {
-        let failed = |error| Error::from_format(&name, error);
-        let archive = Archive::from_blob(Arc::new(remote)).map_err(failed)?;
-        Ok(Pieces::of(&archive, len))
-    });
-    let pieces = match pieces.await {
-        Ok(Some(pieces)) => Arc::new(pieces),
-        Ok(None) => return Ok(()),
-        Err(error) => {
-            // Another holder may have the archive, which a plain fetch finds.
-            tracing::debug!(name = replica.name, %error, "the archive is not fetched together");
-            return Ok(());
-        }
-    };
-    let missing: Vec<PieceNumber> =
-        pieces.numbers().filter(|number| !replica.has(&pieces.range(*number))).collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    let count = pieces.numbers().end;
-    let plan = FetchPlan::new(fetcher_id(&replica.name, own), count, missing);
+    let (own, origin) = (remote_blobs.own(), remote_blobs.origin(&replica.name));
+    let (Some(own), Some(origin)) = (own, origin) else { return Ok(()) };
+    let Some(pieces) = replica.pieces(remote_blobs).await? else { return Ok(()) };
     let fetch = SharedFetch {
         replica: replica.clone(),
         remote_blobs: remote_blobs.clone(),
+        plan: FetchPlan::new(fetcher_id(&replica.name, own), pieces.count()),
         pieces,
-        plan,
+        wants: Wants::Archive,
         origin,
         fetchers: Vec::new(),
+        tables: (Vec::new(), 0),
         started: Instant::now(),
+        fetched: [0; 2],
     };
-    fetch.run().await
+    fetch.run(claims).await
 }
 
 /// Returns the number of a daemon in the plans of an archive. It differs between archives, so that owners differ.
@@ -103,101 +83,77 @@ fn fetcher_id(name: &str, endpoint: &Endpoint) -> FetcherId {
     FetcherId::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"))
 }
 
-/// The chunks of an archive, in pieces.
-struct Pieces {
-    /// Offsets of the pieces in the archive, and the end of the last one.
-    bounds: Vec<u64>,
-    /// The chunks in the order of their offsets, each with its CRC-32.
-    chunks: Vec<(Range<u64>, u32)>,
+/// The bytes that a shared fetch has claimed. After the drop, readers fetch them themselves.
+struct SharedClaims<'a> {
+    replica: &'a PartialReplica,
+    is_released: bool,
 }
 
-impl Pieces {
-    /// Returns the pieces of an archive of `len` bytes. `None` if a piece does not fit into a request.
-    fn of(archive: &Archive, len: u64) -> Option<Self> {
-        let mut chunks = Vec::new();
-        for number in 0..archive.storage_count() {
-            let storage = archive.storage(number);
-            let numbers = storage.chunks(&(0..storage.len));
-            let found = numbers.zip(&storage.crcs);
-            chunks.extend(found.map(|(chunk, crc)| (storage.stored_chunk(chunk), *crc)));
+impl SharedClaims<'_> {
+    /// Ends the fetch if it has all that it has claimed, or if the replica is evicted. Returns whether it has ended.
+    fn release_if_done(&mut self) -> bool {
+        let mut state = self.replica.state();
+        self.is_released = state.claimed.is_empty() || state.is_evicted;
+        if self.is_released {
+            state.end_shared_fetch();
+            drop(state);
+            self.replica.changed.notify_waiters();
         }
-        chunks.retain(|(range, _)| range.start < range.end);
-        chunks.sort_unstable_by_key(|(range, _)| range.start);
-        let piece_bytes = (len / TARGET_PIECES).clamp(MIN_PIECE_BYTES, MAX_READ_BYTES / 2);
-        let mut bounds: Vec<u64> = Vec::new();
-        for (range, _) in &chunks {
-            if bounds.last().is_none_or(|start| range.start - start >= piece_bytes) {
-                bounds.push(range.start);
-            }
-        }
-        bounds.extend(chunks.last().map(|(range, _)| range.end));
-        let fits = bounds.windows(2).all(|bounds| bounds[1] - bounds[0] <= MAX_READ_BYTES);
-        fits.then_some(Self { bounds, chunks })
-    }
-
-    fn numbers(&self) -> Range<PieceNumber> {
-        0..PieceNumber::try_from(self.bounds.len().saturating_sub(1)).unwrap_or(0)
-    }
-
-    /// Returns the range of a piece in the archive, with the padding before the next piece.
-    fn range(&self, number: PieceNumber) -> Range<u64> {
-        let number = to_usize(number.into());
-        self.bounds[number]..self.bounds[number + 1]
-    }
-
-    fn wire_range(&self, number: PieceNumber) -> wire::Range {
-        let range = self.range(number);
-        wire::Range::contiguous(range.start, range.end - range.start)
-    }
-
-    /// Returns whether all chunks of a piece have their checksums, and the bytes between them are zero.
-    fn verify(&self, number: PieceNumber, data: &[u8]) -> bool {
-        let piece = self.range(number);
-        let part = |range: Range<u64>| {
-            &data[to_usize(range.start - piece.start)..to_usize(range.end - piece.start)]
-        };
-        let first = self.chunks.partition_point(|(range, _)| range.start < piece.start);
-        let mut at = piece.start;
-        for (range, crc) in &self.chunks[first..] {
-            if range.end > piece.end {
-                break;
-            }
-            let is_padded = part(at..range.start.max(at)).iter().all(|byte| *byte == 0);
-            if !is_padded || checksum(part(range.clone())) != *crc {
-                return false;
-            }
-            at = range.end;
-        }
-        part(at..piece.end).iter().all(|byte| *byte == 0)
+        self.is_released
     }
 }
 
-/// A fetch of one archive.
+impl Drop for SharedClaims<'_> {
+    fn drop(&mut self) {
+        if !self.is_released {
+            let mut state = self.replica.state();
+            state.end_shared_fetch();
+            drop(state);
+            self.replica.changed.notify_waiters();
+        }
+    }
+}
+
 struct SharedFetch {
     replica: Arc<PartialReplica>,
     remote_blobs: Arc<RemoteBlobIndex>,
     pieces: Arc<Pieces>,
     plan: FetchPlan,
+    /// What readers of this host want.
+    wants: Wants,
     /// The daemon where the archive was put.
     origin: Endpoint,
     /// The addresses of the other fetchers.
     fetchers: Vec<(FetcherId, Endpoint)>,
+    /// What other fetchers want, and the CRC-32 of these tables.
+    tables: (Vec<Wants>, u32),
     started: Instant,
+    /// Pieces that have come from holders, and from fetchers.
+    fetched: [u64; 2],
 }
 
 impl SharedFetch {
-    async fn run(mut self) -> Result<()> {
+    async fn run(mut self, claims: &mut SharedClaims<'_>) -> Result<()> {
         let mut requests: JoinSet<(PieceRequest, Result<()>)> = JoinSet::new();
         let mut announcements = JoinSet::new();
         let mut delays = ANNOUNCE_DELAYS.into_iter();
-        let first = self.announce(Duration::ZERO);
+        self.update_wants();
+        let first = self.announce(Duration::ZERO, false);
         if let Ok(found) = tokio::time::timeout(FIRST_ANNOUNCE_TIMEOUT, first).await {
             self.set_fetchers(found);
         }
-        while !self.plan.is_complete() {
-            if announcements.is_empty() {
-                announcements.spawn(self.announce(delays.next().unwrap_or(LAST_ANNOUNCE_DELAY)));
+        loop {
+            if self.plan.is_complete() || self.replica.state().is_evicted {
+                if claims.release_if_done() {
+                    break;
+                }
+                self.update_wants();
             }
+            if announcements.is_empty() {
+                let delay = delays.next().unwrap_or(LAST_ANNOUNCE_DELAY);
+                announcements.spawn(self.announce(delay, false));
+            }
+            self.take_demands();
             while let Some(request) = self.plan.next_request(self.started.elapsed()) {
                 requests.spawn(self.fetch_piece(request));
             }
@@ -211,22 +167,67 @@ impl SharedFetch {
                     let found = found.map_err(failed)?;
                     self.set_fetchers(found);
                 }
+                () = self.replica.wants_changed.notified() => {
+                    if self.replica.state().shared_fetch == SharedFetchState::Outdated {
+                        self.update_wants();
+                    }
+                }
                 () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
+        let [from_holders, from_fetchers] = self.fetched;
+        tracing::debug!(
+            name = self.replica.name,
+            from_holders,
+            from_fetchers,
+            fetchers = self.fetchers.len(),
+            avoided = self.plan.avoided_count(),
+            seconds = self.started.elapsed().as_secs_f64(),
+            "fetched together"
+        );
+        // Daemons that come later fetch it from here too.
+        self.announce(Duration::ZERO, true).await;
         Ok(())
+    }
+
+    /// Tells other daemons what comes from a holder, and requests next what they wait for.
+    fn take_demands(&mut self) {
+        let demanded = {
+            let mut state = self.replica.state();
+            if let Some(owned) = self.plan.new_holder_pieces() {
+                let runs = owned.iter().map(|piece| self.pieces.range(*piece));
+                let State { claimed, owned, .. } = &mut *state;
+                owned.clear();
+                owned.extend(runs.flat_map(|run| clipped(claimed, &run).collect::<Vec<_>>()));
+            }
+            std::mem::take(&mut state.demanded)
+        };
+        for offset in demanded {
+            if let Some(piece) = self.pieces.containing(&(offset..offset + 1)) {
+                self.plan.prioritize(piece);
+            }
+        }
+    }
+
+    /// Sets what readers of this host want, and what they miss of it.
+    fn update_wants(&mut self) {
+        let (wants, missing) = self.replica.wants(&self.pieces);
+        self.plan.set_wants(wants.clone(), missing);
+        self.wants = wants;
     }
 
     /// Asks the origin after a delay for the other daemons that fetch the archive. `None` without an answer.
     fn announce(
         &self,
         delay: Duration,
-    ) -> impl Future<Output = Option<Vec<(Endpoint, bool)>>> + 'static {
+        is_complete: bool,
+    ) -> impl Future<Output = Option<Announced>> + 'static {
         let (remote_blobs, origin) = (self.remote_blobs.clone(), self.origin.clone());
-        let name = self.replica.name.clone();
+        let (name, wants, known) =
+            (self.replica.name.clone(), encode_wants(&self.wants), self.tables.1);
         async move {
             tokio::time::sleep(delay).await;
-            let found = remote_blobs.announce(&origin, &name, false).await;
+            let found = remote_blobs.announce(&origin, &name, is_complete, wants, known).await;
             found
                 .inspect_err(|error| tracing::debug!(name, %error, "the origin names no fetchers"))
                 .ok()
@@ -234,19 +235,40 @@ impl SharedFetch {
     }
 
     /// Sets the other daemons that fetch the archive. Without an answer of the origin, the known ones stay.
-    fn set_fetchers(&mut self, found: Option<Vec<(Endpoint, bool)>>) {
-        let Some(found) = found else { return };
-        let id = |endpoint: &Endpoint| fetcher_id(&self.replica.name, endpoint);
-        let fetchers = found
-            .iter()
-            .map(|(endpoint, is_complete)| Fetcher { id: id(endpoint), is_complete: *is_complete });
-        self.plan.set_fetchers(fetchers);
-        self.fetchers = found.into_iter().map(|(endpoint, _)| (id(&endpoint), endpoint)).collect();
+    fn set_fetchers(&mut self, found: Option<Announced>) {
+        let Some(Announced { fetchers, tables, crc32, data }) = found else { return };
+        if self.tables.1 != crc32 {
+            let decoded = self.pieces.decode_tables(tables, &data);
+            // Tables of another length are not those of this archive. They are asked for again.
+            let known = if decoded.len() == to_index(tables) { crc32 } else { 0 };
+            self.tables = (decoded, known);
+        }
+        let (mut planned, mut endpoints) = (Vec::new(), Vec::new());
+        for (endpoint, fetcher) in fetchers {
+            let wants = match fetcher.table {
+                None => Some(Wants::Archive),
+                Some(table) => self.tables.0.get(to_index(table)).cloned(),
+            };
+            // A fetcher whose wants are not known is no source.
+            let Some(wants) = wants else { continue };
+            let id = fetcher_id(&self.replica.name, &endpoint);
+            planned.push(Fetcher { id, wants, is_complete: fetcher.is_complete });
+            endpoints.push((id, endpoint));
+        }
+        self.plan.set_fetchers(planned);
+        self.fetchers = endpoints;
     }
 
     fn finish(&mut self, request: PieceRequest, fetched: Result<()>) -> Result<()> {
         match (request.source, fetched) {
-            (_, Ok(())) => self.plan.complete(request, self.started.elapsed()),
+            (_, Ok(())) => {
+                self.plan.complete(request, self.started.elapsed());
+                self.fetched[usize::from(request.source != Source::Holder)] += 1;
+                // Readers may want more of it meanwhile.
+                if self.replica.has_claimed(&self.pieces.range(request.piece)) {
+                    self.update_wants();
+                }
+            }
             (Source::Holder, Err(error)) => return Err(error),
             (Source::Fetcher(fetcher), Err(error)) => {
                 let (name, endpoint) = (&self.replica.name, self.endpoint(fetcher));
@@ -266,7 +288,7 @@ impl SharedFetch {
         self.fetchers.iter().find(|(id, _)| *id == fetcher).map(|(_, endpoint)| endpoint)
     }
 
-    /// Fetches a piece into the replica.
+    /// Fetches what is missing of a piece into the replica.
     fn fetch_piece(
         &self,
         request: PieceRequest,
@@ -279,12 +301,9 @@ impl SharedFetch {
         let pieces = self.pieces.clone();
         async move {
             let fetched = match endpoint {
-                None => {
-                    let range = pieces.wire_range(request.piece);
-                    replica.fetch_missing(&remote_blobs, &[range], false).await.map(drop)
-                }
+                None => replica.fetch_from_holder(&remote_blobs, &pieces, request.piece).await,
                 Some(endpoint) => {
-                    replica.fetch_from(endpoint, &remote_blobs, pieces, request.piece).await
+                    replica.fetch_from(endpoint, &remote_blobs, &pieces, request.piece).await
                 }
             };
             (request, fetched)
@@ -293,30 +312,167 @@ impl SharedFetch {
 }
 
 impl PartialReplica {
-    /// Fetches a piece from a fetcher, and verifies it.
+    /// Returns the pieces of the archive. `None` if it cannot be shared.
+    async fn pieces(
+        self: &Arc<Self>,
+        remote_blobs: &RemoteBlobIndex,
+    ) -> Result<Option<Arc<Pieces>>> {
+        if let Some(pieces) = self.pieces.get() {
+            return Ok(Some(pieces.clone()));
+        }
+        let Some(remote) = remote_blobs.open(&self.name) else { return Ok(None) };
+        let replica = self.clone();
+        run_blocking(move || {
+            let failed = |error| Error::from_format(&replica.name, error);
+            let archive = Archive::from_blob(Arc::new(remote)).map_err(failed)?;
+            let pieces = Pieces::of(&archive, replica.len).map(Arc::new);
+            Ok(pieces.map(|pieces| replica.pieces.get_or_init(|| pieces).clone()))
+        })
+        .await
+    }
+
+    /// Returns what readers want of the pieces, and the parts that they miss.
+    ///
+    /// They fetch what is in no chunk themselves, unless it comes with a whole piece.
+    fn wants(&self, pieces: &Pieces) -> (Wants, Vec<(PieceNumber, Part)>) {
+        let mut state = self.state();
+        state.shared_fetch = SharedFetchState::Running;
+        for outside in pieces.outside_chunks(self.len) {
+            let is_in_whole_piece = pieces
+                .containing(&outside)
+                .is_some_and(|piece| pieces.part(piece, &state.claimed) == Part::WHOLE);
+            if !is_in_whole_piece {
+                state.claimed.remove(outside);
+            }
+        }
+        let wants = pieces.wants(&state.wanted);
+        let missing = (0..pieces.count()).map(|piece| (piece, pieces.part(piece, &state.claimed)));
+        let missing = missing.filter(|(_, part)| *part != Part::NOTHING).collect();
+        drop(state);
+        self.changed.notify_waiters();
+        (wants, missing)
+    }
+
+    /// Returns whether the shared fetch has to fetch bytes of a range.
+    fn has_claimed(&self, range: &Range<u64>) -> bool {
+        self.state().claimed.overlaps(range)
+    }
+
+    /// Returns what the shared fetch has to fetch of a piece, by request.
+    fn claimed_ranges(&self, pieces: &Pieces, number: PieceNumber) -> Vec<Vec<wire::Range>> {
+        let state = self.state();
+        let ranges = to_ranges(clipped(&state.claimed, &pieces.range(number)));
+        ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect()
+    }
+
+    /// Fetches what is missing of a piece from a holder.
+    async fn fetch_from_holder(
+        self: Arc<Self>,
+        remote_blobs: &RemoteBlobIndex,
+        pieces: &Arc<Pieces>,
+        number: PieceNumber,
+    ) -> Result<()> {
+        loop {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let ranges = self.claimed_ranges(pieces, number);
+            let Some(ranges) = ranges.first() else { return Ok(()) };
+            match self.claim_missing(ranges, false, Waiting::Requests) {
+                // Another task has fetched them meanwhile.
+                MissingRanges::Empty => {}
+                // A fetcher has asked for them before.
+                MissingRanges::InFlight => changed.await,
+                MissingRanges::Claimed(claim) => {
+                    self.fetch_claim(claim, remote_blobs, pieces, number).await?;
+                }
+            }
+        }
+    }
+
+    async fn fetch_claim(
+        self: &Arc<Self>,
+        claim: FetchClaim<'_>,
+        remote_blobs: &RemoteBlobIndex,
+        pieces: &Arc<Pieces>,
+        number: PieceNumber,
+    ) -> Result<()> {
+        for ranges in claim.ranges.chunks(MAX_RANGES) {
+            if is_whole(ranges, &pieces.range(number)) {
+                let (data, _) = remote_blobs.read(&self.name, ranges, false).await?;
+                if self.store_verified(ranges, data, pieces, number, None).await? {
+                    continue;
+                }
+            }
+            // The holder verifies the chunks. If its own are damaged, the next holder is asked.
+            let (data, sum) = remote_blobs.read(&self.name, ranges, true).await?;
+            let crc32 = sum.crc32.unwrap_or_default();
+            if !self.store_verified(ranges, data, pieces, number, Some(crc32)).await? {
+                let text = format_args!("`{}`: a holder sent damaged bytes", self.name);
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fetches what is missing of a piece from a fetcher, and verifies it.
+    ///
+    /// The checksum of a part of a chunk comes from a holder.
     async fn fetch_from(
         self: Arc<Self>,
         endpoint: Endpoint,
         remote_blobs: &RemoteBlobIndex,
-        pieces: Arc<Pieces>,
+        pieces: &Arc<Pieces>,
         number: PieceNumber,
     ) -> Result<()> {
-        let range = pieces.wire_range(number);
-        let read = remote_blobs.read_from_fetcher(&endpoint, &self.name, range.clone());
-        let data = read.await?;
-        let store = move || {
-            if !pieces.verify(number, &data) {
+        for ranges in self.claimed_ranges(pieces, number) {
+            let read = remote_blobs.read_from_fetcher(&endpoint, &self.name, ranges.clone());
+            let (data, crc32) = if is_whole(&ranges, &pieces.range(number)) {
+                (read.await?, None)
+            } else {
+                let (data, crc32) =
+                    tokio::try_join!(read, remote_blobs.checksum(&self.name, &ranges))?;
+                (data, Some(crc32))
+            };
+            if !self.store_verified(&ranges, data, pieces, number, crc32).await? {
                 let text = format_args!("`{}`: `{endpoint}` sent damaged bytes", self.name);
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
-            self.store(&[range], &data, false);
-            Ok(())
-        };
-        run_blocking(store).await
+        }
+        Ok(())
     }
 
-    /// Returns whether all bytes of a range are present.
-    fn has(&self, range: &Range<u64>) -> bool {
-        self.state().present.gaps(range).next().is_none()
+    /// Stores bytes of a piece if they have their checksum: a given one, or those of the chunks of the whole piece.
+    ///
+    /// Returns false if they are damaged.
+    async fn store_verified(
+        self: &Arc<Self>,
+        ranges: &[wire::Range],
+        data: Bytes,
+        pieces: &Arc<Pieces>,
+        number: PieceNumber,
+        crc32: Option<u32>,
+    ) -> Result<bool> {
+        let (replica, pieces, ranges) = (self.clone(), pieces.clone(), ranges.to_vec());
+        run_blocking(move || {
+            let is_intact = match crc32 {
+                Some(crc32) => checksum(&data) == crc32,
+                None => pieces.verify(number, &data),
+            };
+            if is_intact {
+                replica.store(&ranges, &data, true);
+                replica.changed.notify_waiters();
+            }
+            Ok(is_intact)
+        })
+        .await
     }
+}
+
+/// Returns whether ranges are a whole piece.
+fn is_whole(ranges: &[wire::Range], piece: &Range<u64>) -> bool {
+    *ranges == [wire::Range::contiguous(piece.start, piece.end - piece.start)]
+}
+
+fn to_index(table: u32) -> usize {
+    usize::try_from(table).expect("usize has at least 32 bits")
 }

@@ -1,0 +1,185 @@
+//! Requests about the bytes of blobs, from clients and from other daemons.
+
+use std::time::Instant;
+
+use bytes::Bytes;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::{Response, Session, semaphore_closed};
+use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::exec::run_blocking;
+use crate::net::tls::Endpoint;
+use crate::net::wire::{BlobFetchers, Data, Range, ReadChecksum, Reply, Request};
+
+impl Session {
+    /// Runs a request about blobs.
+    pub(super) async fn handle_blobs(&self, request: Request, data: Bytes) -> Result<Response<'_>> {
+        let answer = match request {
+            Request::Read { blob, ranges, verify, without_data } => {
+                // The other daemon counts what a process of this host reads of its archives.
+                let is_remote = self.state.volume.remote_blobs.locate(&blob).is_some();
+                let mut answer = self.read(blob, ranges, verify).await?;
+                if without_data {
+                    answer.data = Data::default();
+                }
+                if !is_remote || !self.origin.is_local() {
+                    let bytes = u64::try_from(answer.data.len()).unwrap_or(u64::MAX);
+                    self.state.counters.lock().sent_bytes += bytes;
+                }
+                return Ok(answer);
+            }
+            Request::Fetch { blob, ranges } => {
+                self.begin_fetch(&blob, &ranges).await;
+                Reply::Done
+            }
+            Request::Announce { blob, address, is_complete, known } => {
+                let (fetchers, tables) = self.announce(&blob, &address, is_complete, &data)?;
+                let tables = if fetchers.crc32 == known { Vec::new() } else { tables };
+                let data = Bytes::from(tables).into();
+                return Ok(Response { data, ..Reply::BlobFetchers(fetchers).into() });
+            }
+            Request::Discard { blobs } => {
+                if self.origin.is_local() {
+                    return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
+                }
+                self.state.discard(&blobs)?;
+                Reply::Done
+            }
+            Request::FindUnknownBlobs { blobs } => {
+                let is_missing =
+                    |name: &String| self.state.volume.remote_blobs.locate(name).is_none();
+                Reply::UnknownBlobs(blobs.into_iter().filter(is_missing).collect())
+            }
+            other => {
+                let text = format_args!("`{}` is not about blobs", other.op());
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+        };
+        Ok(answer.into())
+    }
+
+    /// Records that another daemon fetches a blob of this one, or parts of it. Returns the others that do.
+    fn announce(
+        &self,
+        blob: &str,
+        address: &str,
+        is_complete: bool,
+        parts: &[u8],
+    ) -> Result<(BlobFetchers, Vec<u8>)> {
+        if self.origin.is_local() {
+            return Err(Error::new(ErrorKind::Refused, "only daemons announce what they fetch"));
+        }
+        // The names are bounded by what this daemon has.
+        if self.state.volume.locate(blob)?.is_none() {
+            return Err(Error::new(ErrorKind::NotFound, format_args!("`{blob}` is not here")));
+        }
+        let address: Endpoint = address.parse()?;
+        Ok(self.state.fetchers.announce(blob, &address, is_complete, parts, Instant::now()))
+    }
+
+    /// Begins to copy ranges of a blob of another daemon to this one. Without memory for it, later reads are direct.
+    async fn begin_fetch(&self, blob: &str, ranges: &[Range]) {
+        let state = &self.state;
+        let remote = state.volume.remote_blobs.locate(blob);
+        let Some((_, len)) = remote.filter(|_| state.pool.span(blob).is_none()) else { return };
+        let replicas = &state.volume.replicas;
+        replicas.prepare(blob, len, &*state.control_plane).await;
+        replicas.want(blob, ranges);
+    }
+
+    /// Reads ranges of a blob, from memory or through this daemon from another one.
+    ///
+    /// The data and the copies of it take credit until they are sent.
+    async fn read(&self, name: String, ranges: Vec<Range>, verify: bool) -> Result<Response<'_>> {
+        let state = self.state.clone();
+        // An archive that was restored from the bucket is still listed as remote.
+        let is_local = state.pool.span(&name).is_some();
+        let remote = state.volume.remote_blobs.locate(&name).filter(|_| !is_local);
+        if let Some((_, len)) = remote {
+            match self.read_remote(&name, &ranges, verify, len).await {
+                Ok(Some(answer)) => return Ok(answer),
+                // The archive is local now.
+                Ok(None) => {}
+                Err(error) if error.kind() == ErrorKind::Unreachable => {
+                    state.restore_from_bucket(&name, error).await?;
+                }
+                Err(error) => return Err(error),
+            }
+        } else if !is_local && !self.origin.is_local() {
+            // A fetcher asks for bytes that were fetched for a reader whose lease has ended.
+            if let Some(answer) = self.read_fetched(&name, &ranges, verify).await? {
+                return Ok(answer);
+            }
+        }
+        let blob = state.open_blob(&name)?;
+        let size = blob.size().map_err(|error| Error::io(&name, error))?;
+        let bytes = total_bytes(&ranges, size)?;
+        let copied = copied_bytes(&*blob, &ranges);
+        let credits = self.acquire_credits(bytes, copied).await?;
+        let read = move || {
+            if verify {
+                state.chunk_verifier.verify(&name, &blob, &ranges)?;
+            }
+            let data = gather(&*blob, &ranges)?;
+            let crc32 = verify.then(|| {
+                let mut all = crc32fast::Hasher::new();
+                data.pieces().iter().for_each(|piece| all.update(piece));
+                all.finalize()
+            });
+            Ok((data, ReadChecksum { crc32 }))
+        };
+        let (data, sum) = if copied > 0 || verify { run_blocking(read).await? } else { read()? };
+        Ok(Response { data, credits, ..Reply::Read(sum).into() })
+    }
+
+    /// Reads ranges of a blob of `len` bytes from other daemons. `None` if it is local meanwhile.
+    async fn read_remote(
+        &self,
+        name: &str,
+        ranges: &[Range],
+        verify: bool,
+        len: u64,
+    ) -> Result<Option<Response<'_>>> {
+        let bytes = total_bytes(ranges, len)?;
+        let credits = self.acquire_credits(bytes, 0).await?;
+        let replicas = &self.state.volume.replicas;
+        replicas.prepare(name, len, &*self.state.control_plane).await;
+        // Fetchers wait for requests to holders only. So they never wait for each other.
+        let read = replicas.read(name, ranges, verify, self.origin.is_local()).await?;
+        Ok(read.map(|(data, sum)| Response {
+            data: data.into(),
+            credits,
+            ..Reply::Read(sum).into()
+        }))
+    }
+
+    /// Reads ranges of a blob that is here in part. `None` if some bytes are missing.
+    async fn read_fetched(
+        &self,
+        name: &str,
+        ranges: &[Range],
+        verify: bool,
+    ) -> Result<Option<Response<'_>>> {
+        let Some((data, sum)) =
+            self.state.volume.replicas.read_fetched(name, ranges, verify).await?
+        else {
+            return Ok(None);
+        };
+        let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+        let credits = self.acquire_credits(bytes, 0).await?;
+        Ok(Some(Response { data: data.into(), credits, ..Reply::Read(sum).into() }))
+    }
+
+    /// Waits for credit to send `bytes` bytes to the client, `copied` of which are copies.
+    async fn acquire_credits(&self, bytes: u64, copied: u64) -> Result<Vec<OwnedSemaphorePermit>> {
+        let kilobytes = |bytes: u64| u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
+        let own = self.read_credit.clone().acquire_many_owned(kilobytes(bytes)).await;
+        let mut credits = vec![own.map_err(semaphore_closed)?];
+        if copied > 0 {
+            let copies = self.state.copy_credit.clone().acquire_many_owned(kilobytes(copied)).await;
+            credits.push(copies.map_err(semaphore_closed)?);
+        }
+        Ok(credits)
+    }
+}

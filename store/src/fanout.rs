@@ -9,12 +9,16 @@
 //! part of a piece share it as they would share the whole piece. Its owner fetches it from the owner of the whole piece,
 //! if there is one.
 //!
+//! Fetchers say which pieces they have. A piece can then come from any of them that has it, if its owner is busy and the
+//! other one is not: owners that get their pieces late do not keep all others waiting.
+//!
 //! Daemons may know different fetchers for a moment. A daemon that is asked for a piece which it does not own fetches
 //! it from a holder, so requests never go in a circle. One that owns it fetches it next. Spec: `spec/protocol.md`, rules P-082 to P-085.
 
 #[cfg(test)]
 mod simulation;
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +39,9 @@ const FETCHER_WINDOW: usize = 3;
 
 /// Number of pieces that a daemon requests at the same time.
 const WINDOW: usize = 48;
+
+/// Number of pieces of each queue for which a fetcher is looked for that is not busy.
+const RELIEVED_PIECES: usize = 64;
 
 /// A fetcher is slow if it has sent no piece for this multiple of the mean time between two pieces of a fetcher.
 const SLOW_FACTOR: u32 = 6;
@@ -134,6 +141,8 @@ pub(crate) struct FetchPlan {
     fetchers: Vec<Fetcher>,
     /// Fetchers that are no source: until a time if they were slow, else always.
     avoided: BTreeMap<FetcherId, Option<Duration>>,
+    /// Pieces of which each fetcher has what it wants.
+    present: BTreeMap<FetcherId, BTreeSet<PieceNumber>>,
     /// Pieces that are not requested, by source.
     queues: BTreeMap<Source, VecDeque<PieceNumber>>,
     /// Requests, with the times at which they were made.
@@ -163,6 +172,7 @@ impl FetchPlan {
             wants: Wants::Parts(Arc::new([])),
             fetchers: Vec::new(),
             avoided: BTreeMap::new(),
+            present: BTreeMap::new(),
             has_new_sources: false,
             queues: BTreeMap::new(),
             in_flight: BTreeMap::new(),
@@ -194,6 +204,11 @@ impl FetchPlan {
             self.fetchers = fetchers;
             self.assign();
         }
+    }
+
+    /// Sets the pieces of which a fetcher has what it wants.
+    pub(crate) fn set_present(&mut self, fetcher: FetcherId, present: BTreeSet<PieceNumber>) {
+        self.present.insert(fetcher, present);
     }
 
     /// Whether all pieces have come.
@@ -231,30 +246,65 @@ impl FetchPlan {
         if self.in_flight.len() >= WINDOW {
             return None;
         }
-        let has_room = |source: &Source| {
-            let window = match source {
-                Source::Holder if self.fetchers.is_empty() => self.alone_window(),
-                Source::Holder if self.fetchers.len() < MANY_FETCHERS => HOLDER_WINDOW,
-                Source::Holder => 1,
-                Source::Fetcher(_) => FETCHER_WINDOW,
-            };
-            self.load.get(source).copied().unwrap_or(0) < window
-        };
         // What this daemon fetches from holders, others wait for. All fetch in the order of the pieces: so the
         // fetchers have, or get next, what this daemon asks them for.
-        let with_room = self.queues.iter().filter(|(source, _)| has_room(source));
-        let (source, _) = with_room
-            .min_by_key(|(source, queue)| (**source != Source::Holder, queue.front().copied()))?;
-        let source = *source;
-        let queue = self.queues.get_mut(&source)?;
-        let piece = queue.pop_front()?;
-        if queue.is_empty() {
-            self.queues.remove(&source);
+        let with_room = self.queues.iter().filter(|(source, _)| self.has_room(**source));
+        let next = with_room
+            .min_by_key(|(source, queue)| (**source != Source::Holder, queue.front().copied()))
+            .and_then(|(source, queue)| Some((*source, *queue.front()?, *source)));
+        let (queue, piece, source) = next.or_else(|| self.find_relief())?;
+        if let Some(pieces) = self.queues.get_mut(&queue) {
+            pieces.retain(|queued| *queued != piece);
+            if pieces.is_empty() {
+                self.queues.remove(&queue);
+            }
         }
         let request = PieceRequest { piece, source };
         self.in_flight.insert(request, now);
         *self.load.entry(source).or_default() += 1;
         Some(request)
+    }
+
+    /// Returns whether a source can be asked for one more piece.
+    fn has_room(&self, source: Source) -> bool {
+        let window = match source {
+            Source::Holder if self.fetchers.is_empty() => self.alone_window(),
+            Source::Holder if self.fetchers.len() < MANY_FETCHERS => HOLDER_WINDOW,
+            Source::Holder => 1,
+            Source::Fetcher(_) => FETCHER_WINDOW,
+        };
+        self.load.get(&source).copied().unwrap_or(0) < window
+    }
+
+    /// Returns a piece that waits for a busy fetcher, its queue, and a fetcher that has it and is not busy.
+    ///
+    /// It is one of the last ones of the longest queue.
+    fn find_relief(&self) -> Option<(Source, PieceNumber, Source)> {
+        let mut queues: Vec<(&Source, &VecDeque<PieceNumber>)> = self.queues.iter().collect();
+        queues.sort_by_key(|(_, queue)| Reverse(queue.len()));
+        let mut free: Vec<&Fetcher> = self
+            .fetchers
+            .iter()
+            .filter(|fetcher| {
+                !self.avoided.contains_key(&fetcher.id)
+                    && self.has_room(Source::Fetcher(fetcher.id))
+            })
+            .collect();
+        free.sort_by_key(|fetcher| self.load.get(&Source::Fetcher(fetcher.id)).copied());
+        for (source, queue) in queues {
+            for piece in queue.iter().rev().take(RELIEVED_PIECES).copied() {
+                let parts = [Some(Part::WHOLE), self.missing.get(&piece).copied()];
+                let has_it = |fetcher: &&&Fetcher| {
+                    let present = self.present.get(&fetcher.id);
+                    present.is_some_and(|present| present.contains(&piece))
+                        && parts.contains(&Some(fetcher.wants.part(piece)))
+                };
+                if let Some(fetcher) = free.iter().find(has_it) {
+                    return Some((*source, piece, Source::Fetcher(fetcher.id)));
+                }
+            }
+        }
+        None
     }
 
     /// Returns the window for holders without fetchers.
@@ -533,6 +583,38 @@ mod tests {
             assert!((60..140).contains(&share), "{share}");
         }
         assert!(!found.values().any(|source| *source == Source::Holder));
+    }
+
+    #[test]
+    fn busy_owner_is_relieved_by_a_fetcher_that_has_the_piece() {
+        let mut plan = plan(7, 400);
+        plan.set_fetchers(fetchers(&[1, 2]));
+        plan.set_present(2, (0..400).collect());
+        let mut from: BTreeMap<Source, u32> = BTreeMap::new();
+        let mut now = Duration::ZERO;
+        while !plan.is_complete() {
+            let mut requests = Vec::new();
+            while let Some(request) = plan.next_request(now) {
+                requests.push(request);
+            }
+            now += Duration::from_millis(1);
+            for request in requests {
+                // The first fetcher is ten times as slow as the second one.
+                if request.source != Source::Fetcher(1) || rank(request.piece, 0).is_multiple_of(10)
+                {
+                    plan.complete(request, now);
+                    *from.entry(request.source).or_default() += 1;
+                }
+            }
+            for request in plan.in_flight.keys().copied().collect::<Vec<_>>() {
+                if now.subsec_millis().is_multiple_of(10) {
+                    plan.complete(request, now);
+                    *from.entry(request.source).or_default() += 1;
+                }
+            }
+        }
+        assert!(from[&Source::Fetcher(2)] > 170, "{from:?}");
+        assert!(from[&Source::Fetcher(1)] < 110, "{from:?}");
     }
 
     #[test]

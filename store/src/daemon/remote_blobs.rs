@@ -342,6 +342,21 @@ impl RemoteBlobIndex {
         Ok(Announced { fetchers: usable.collect(), tables: found.tables, crc32: found.crc32, data })
     }
 
+    /// Returns the pieces of a blob of which another fetcher has what it wants: a bit for each. `None`: it has all.
+    ///
+    /// # Errors
+    ///
+    /// The error of that daemon.
+    pub(crate) async fn present_pieces(
+        &self,
+        endpoint: &Endpoint,
+        name: &str,
+    ) -> Result<Option<Vec<u8>>> {
+        let connections = self.connections(endpoint);
+        let blob = name.to_owned();
+        run_blocking(move || connections.present_pieces(&blob)).await
+    }
+
     /// Reads ranges of a blob from a daemon that fetches it too. The bytes are not verified.
     ///
     /// # Errors

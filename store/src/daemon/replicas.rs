@@ -145,6 +145,11 @@ impl Replicas {
         replica.read_present(ranges, verify).await
     }
 
+    /// Returns a bit for each piece of an archive: whether all that readers want of it is here. Empty if none is.
+    pub(crate) fn present_pieces(&self, name: &str) -> Vec<u8> {
+        self.partial(name).map_or_else(Vec::new, |replica| replica.present_pieces())
+    }
+
     /// Has ranges of an archive fetched that readers of this host will read, if it has memory allocated.
     pub(crate) fn want(&self, name: &str, ranges: &[Range]) {
         let cached: Vec<Range> =

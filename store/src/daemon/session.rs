@@ -386,6 +386,7 @@ impl Session {
             request @ (Request::Read { .. }
             | Request::Fetch { .. }
             | Request::Announce { .. }
+            | Request::PresentPieces { .. }
             | Request::Discard { .. }
             | Request::FindUnknownBlobs { .. }) => return self.handle_blobs(request, data).await,
             request @ (Request::Versions { .. }

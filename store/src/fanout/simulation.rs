@@ -206,6 +206,10 @@ impl Simulation<'_> {
             })
             .collect();
         self.hosts[host].plan.set_fetchers(fetchers);
+        for fetcher in (0..self.hosts.len()).filter(|fetcher| *fetcher != host) {
+            let present = self.hosts[fetcher].present.clone();
+            self.hosts[host].plan.set_present(fetcher_id(fetcher), present);
+        }
         self.poll(host);
         let last = ANNOUNCE_INTERVALS.len() - 1;
         let interval = ANNOUNCE_INTERVALS[(self.hosts[host].announcements - 1).min(last)];

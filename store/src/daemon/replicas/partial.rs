@@ -362,6 +362,20 @@ impl PartialReplica {
         }
     }
 
+    /// Returns a bit for each piece: whether all that readers want of it is here. Empty if the pieces are not known.
+    pub(crate) fn present_pieces(&self) -> Vec<u8> {
+        let Some(pieces) = self.pieces.get() else { return Vec::new() };
+        let state = self.state();
+        let mut bits = vec![0; to_usize(u64::from(pieces.count().div_ceil(8)))];
+        for number in 0..pieces.count() {
+            let range = pieces.range(number);
+            if state.wanted.overlaps(&range) && !state.claimed.overlaps(&range) {
+                bits[to_usize(u64::from(number / 8))] |= 1 << (number % 8);
+            }
+        }
+        bits
+    }
+
     /// Waits until no shared fetch runs.
     async fn wait_for_shared_fetch(&self) {
         loop {

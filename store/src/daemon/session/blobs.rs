@@ -39,6 +39,13 @@ impl Session {
                 let data = Bytes::from(tables).into();
                 return Ok(Response { data, ..Reply::BlobFetchers(fetchers).into() });
             }
+            Request::PresentPieces { blob } => {
+                let is_complete = self.state.pool.span(&blob).is_some();
+                let present = self.state.volume.replicas.present_pieces(&blob);
+                let data = if is_complete { Vec::new() } else { present };
+                let data = Bytes::from(data).into();
+                return Ok(Response { data, ..Reply::PresentPieces { is_complete }.into() });
+            }
             Request::Discard { blobs } => {
                 if self.origin.is_local() {
                     return Err(Error::new(ErrorKind::Refused, "only daemons say that"));

@@ -184,6 +184,15 @@ impl ConnectionPool {
         })
     }
 
+    /// Returns the pieces of a blob of which the daemon has what it wants: a bit for each. `None`: it has all.
+    pub(crate) fn present_pieces(&self, blob: &str) -> Result<Option<Vec<u8>>> {
+        let request = Request::PresentPieces { blob: blob.to_owned() };
+        self.call(&request, &[], |reply, data| match reply {
+            Reply::PresentPieces { is_complete } => Ok((!is_complete).then_some(data)),
+            other => Err(unexpected_reply(&other)),
+        })
+    }
+
     /// Tells the daemon that blobs are no longer needed.
     pub(crate) fn discard(&self, blobs: &[String]) -> Result<()> {
         let request = Request::Discard { blobs: blobs.to_vec() };

@@ -137,6 +137,10 @@ pub(crate) enum Request {
         #[serde(default)]
         known: u32,
     },
+    /// Returns the pieces of a blob of which the daemon has what it wants.
+    PresentPieces {
+        blob: String,
+    },
     /// Deletes blobs that this daemon stores for the controller that sends the request.
     Discard {
         blobs: Vec<String>,
@@ -250,6 +254,7 @@ impl Request {
             Self::Read { .. } => "read",
             Self::Fetch { .. } => "fetch",
             Self::Announce { .. } => "announce",
+            Self::PresentPieces { .. } => "present_pieces",
             Self::Discard { .. } => "discard",
             Self::FindUnknownBlobs { .. } => "find_unknown_blobs",
             Self::AttachDeviceMemory { .. } => "attach_device_memory",
@@ -326,6 +331,10 @@ pub(crate) enum Reply {
     Read(ReadChecksum),
     /// The daemons that fetch a blob or parts of it. The data is the tables of what they want.
     BlobFetchers(BlobFetchers),
+    /// The data has a bit for each piece. It is empty if the daemon has the whole blob.
+    PresentPieces {
+        is_complete: bool,
+    },
     /// The blobs that the daemon does not know.
     UnknownBlobs(Vec<String>),
     /// The version that was copied.

@@ -1,5 +1,6 @@
 //! The pieces of an archive: parts of its chunks, which daemons that fetch it exchange.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -145,6 +146,18 @@ impl Pieces {
         }
     }
 
+    /// Returns the pieces whose bits are set. `None` stands for all bits.
+    pub(super) fn decode_present(&self, bits: Option<&[u8]>) -> BTreeSet<PieceNumber> {
+        let is_present = |piece: &PieceNumber| match bits {
+            None => true,
+            Some(bits) => {
+                let byte = bits.get(to_usize(u64::from(piece / 8)));
+                byte.is_some_and(|byte| byte >> (piece % 8) & 1 == 1)
+            }
+        };
+        (0..self.count()).filter(is_present).collect()
+    }
+
     /// Returns the tables of an announcement. Empty if they are not those of this archive.
     pub(super) fn decode_tables(&self, tables: u32, data: &[u8]) -> Vec<Wants> {
         let table_bytes = to_usize(u64::from(self.count())) * PART_BYTES;
@@ -253,6 +266,14 @@ mod tests {
         assert_eq!(pieces.containing(&(200..210)), Some(0));
         assert_eq!(pieces.containing(&(90..110)), None);
         assert_eq!(pieces.containing(&(300..310)), None);
+    }
+
+    #[test]
+    fn bits_are_pieces() {
+        let present = |bits| pieces().decode_present(bits).into_iter().collect::<Vec<_>>();
+        assert_eq!(present(None), [0, 1, 2]);
+        assert_eq!(present(Some(&[0b1111_1101])), [0, 2]);
+        assert!(present(Some(&[])).is_empty());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //!
 //! Each piece comes from a holder of the archive or from a fetcher, and its chunks are verified when it comes.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
@@ -43,6 +44,9 @@ const FIRST_ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Interval at which the plan looks for slow daemons.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Time that a fetcher may take to say which pieces it has.
+const PRESENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Fetches what readers want of the chunks of an archive, until they want no more.
 ///
@@ -135,7 +139,7 @@ struct SharedFetch {
 impl SharedFetch {
     async fn run(mut self, claims: &mut SharedClaims<'_>) -> Result<()> {
         let mut requests: JoinSet<(PieceRequest, Result<()>)> = JoinSet::new();
-        let mut announcements = JoinSet::new();
+        let (mut announcements, mut polls) = (JoinSet::new(), JoinSet::new());
         let mut delays = ANNOUNCE_DELAYS.into_iter();
         self.update_wants();
         let first = self.announce(Duration::ZERO, false);
@@ -166,6 +170,14 @@ impl SharedFetch {
                 Some(found) = announcements.join_next() => {
                     let found = found.map_err(failed)?;
                     self.set_fetchers(found);
+                    if polls.is_empty() {
+                        self.poll_fetchers(&mut polls);
+                    }
+                }
+                Some(polled) = polls.join_next() => {
+                    if let (fetcher, Some(present)) = polled.map_err(failed)? {
+                        self.plan.set_present(fetcher, present);
+                    }
                 }
                 () = self.replica.wants_changed.notified() => {
                     if self.replica.state().shared_fetch == SharedFetchState::Outdated {
@@ -257,6 +269,20 @@ impl SharedFetch {
         }
         self.plan.set_fetchers(planned);
         self.fetchers = endpoints;
+    }
+
+    /// Asks the other fetchers which pieces they have.
+    fn poll_fetchers(&self, polls: &mut JoinSet<(FetcherId, Option<BTreeSet<PieceNumber>>)>) {
+        for (id, endpoint) in self.fetchers.iter().cloned() {
+            let (remote_blobs, replica) = (self.remote_blobs.clone(), self.replica.clone());
+            let pieces = self.pieces.clone();
+            polls.spawn(async move {
+                let present = remote_blobs.present_pieces(&endpoint, &replica.name);
+                let answer = tokio::time::timeout(PRESENT_TIMEOUT, present).await;
+                let bits = answer.ok().and_then(Result::ok);
+                (id, bits.map(|bits| pieces.decode_present(bits.as_deref())))
+            });
+        }
     }
 
     fn finish(&mut self, request: PieceRequest, fetched: Result<()>) -> Result<()> {

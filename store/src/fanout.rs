@@ -34,6 +34,9 @@ const MANY_FETCHERS: usize = 8;
 /// Number of pieces that a daemon without fetchers requests from the holders at the same time.
 const ALONE_WINDOW: usize = 8;
 
+/// Number of pieces after which a daemon without fetchers requests one more at the same time.
+const PIECES_PER_STEP: usize = 4;
+
 /// Number of pieces that a daemon requests from one fetcher at the same time.
 const FETCHER_WINDOW: usize = 3;
 
@@ -278,7 +281,7 @@ impl FetchPlan {
 
     /// Returns a piece that waits for a busy fetcher, its queue, and a fetcher that has it and is not busy.
     ///
-    /// It is one of the last ones of the longest queue.
+    /// It is one of the first ones of the longest queue.
     fn find_relief(&self) -> Option<(Source, PieceNumber, Source)> {
         let mut queues: Vec<(&Source, &VecDeque<PieceNumber>)> = self.queues.iter().collect();
         queues.sort_by_key(|(_, queue)| Reverse(queue.len()));
@@ -292,7 +295,7 @@ impl FetchPlan {
             .collect();
         free.sort_by_key(|fetcher| self.load.get(&Source::Fetcher(fetcher.id)).copied());
         for (source, queue) in queues {
-            for piece in queue.iter().rev().take(RELIEVED_PIECES).copied() {
+            for piece in queue.iter().take(RELIEVED_PIECES).copied() {
                 let parts = [Some(Part::WHOLE), self.missing.get(&piece).copied()];
                 let has_it = |fetcher: &&&Fetcher| {
                     let present = self.present.get(&fetcher.id);
@@ -309,10 +312,10 @@ impl FetchPlan {
 
     /// Returns the window for holders without fetchers.
     ///
-    /// At first it is one piece: daemons that begin at the same time do not know each other yet, and ask for the same
+    /// It grows slowly from one piece: daemons that begin at the same time do not know each other yet, and ask for the same
     /// pieces.
     fn alone_window(&self) -> usize {
-        ALONE_WINDOW.min(1 + self.fetched)
+        ALONE_WINDOW.min(1 + self.fetched / PIECES_PER_STEP)
     }
 
     /// Records that the wanted part of a piece has come.

@@ -1329,6 +1329,53 @@ fn processes_of_one_host_share_chunks() {
     assert!(controller.metric("tssd_read_bytes_total") < 110e6);
 }
 
+/// A daemon ignores bad tables, names and ranges. Its readers get the version.
+#[test]
+fn bad_requests_of_fetchers_change_nothing() {
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
+    let dict = model(1, 24);
+    put(&controller.connect(), &dict, &PutOptions::default());
+    let generator = proxy_daemon.connect();
+    let mut raw = RawTcpClient::greet(&controller);
+    let (located, _) = raw.request(r#"{"op":"locate","key":"policy","selector":"newest"}"#, b"");
+    let archives = located["leased"]["archives"].as_object().unwrap();
+    let blob = archives.values().next().unwrap()["blob"].as_str().unwrap().to_owned();
+    // Tables of wrong lengths. Nobody listens at these addresses.
+    for (port, parts) in [(1, vec![1; 3]), (2, vec![0xff; 4000]), (3, Vec::new())] {
+        let address = format!("tcp://127.0.0.1:{port}");
+        let announce = json!({"op": "announce", "blob": blob, "address": address});
+        let (reply, tables) = raw.request(&announce.to_string(), &parts);
+        let reply = &reply["blob_fetchers"];
+        assert_eq!(reply["fetchers"].as_array().unwrap().len(), port - 1);
+        assert_eq!(tables.len(), [0, 3, 4003][port - 1]);
+        let known = json!({"op": "announce", "blob": blob, "address": address,
+            "known": reply["crc32"]});
+        assert_eq!(raw.request(&known.to_string(), &parts).1, b"");
+    }
+    let max = u64::MAX;
+    let mut proxied = RawTcpClient::greet(&proxy_daemon);
+    proxied.request(r#"{"op":"locate","key":"policy","selector":"newest"}"#, b"");
+    for ranges in [
+        json!([]),
+        json!([[0, 0], [max, max], [0, max], [max, 1]]),
+        json!([[0, 1, [[max, max]]], [0, 1, [[max, 0]]], [0, 1, [[1, 0], [1, 0], [1, 0], [1, 0]]]]),
+        // More runs than a daemon records.
+        json!([[0, 300, [[20_000_000, 1]]], [0, 300, [[4000, 0], [4000, 0]]]]),
+    ] {
+        for blob in [&blob, "policy/x/y.tssd", "../../etc/passwd", ""] {
+            let fetch = json!({"op": "fetch", "blob": blob, "ranges": ranges});
+            assert_eq!(proxied.request(&fetch.to_string(), b"").0, json!("done"), "{fetch}");
+        }
+    }
+    let unknown = json!({"op": "present_pieces", "blob": "policy/x/y.tssd"});
+    let (reply, bits) = proxied.request(&unknown.to_string(), b"");
+    assert_eq!((reply, bits), (json!({"present_pieces": {"is_complete": false}}), Vec::new()));
+    assert_eq!(get(&generator), dict);
+    generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    assert_eq!(get(&generator), dict);
+}
+
 /// A daemon that answers each read with zeros, or closes the connection.
 fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
     while let Ok((mut stream, _)) = listener.accept() {

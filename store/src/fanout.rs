@@ -19,7 +19,7 @@
 mod simulation;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -109,6 +109,26 @@ pub(crate) struct Fetcher {
     pub(crate) is_complete: bool,
 }
 
+/// The pieces of which a fetcher has what it wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum PresentPieces {
+    All,
+    /// A bit for each piece, the lowest bit of a byte first. Missing bits are not set.
+    Bits(Vec<u8>),
+}
+
+impl PresentPieces {
+    fn contains(&self, piece: PieceNumber) -> bool {
+        match self {
+            Self::All => true,
+            Self::Bits(bits) => {
+                let byte = usize::try_from(piece / 8).ok().and_then(|at| bits.get(at));
+                byte.is_some_and(|byte| byte >> (piece % 8) & 1 == 1)
+            }
+        }
+    }
+}
+
 /// Where to fetch a piece from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Source {
@@ -145,15 +165,17 @@ pub(crate) struct FetchPlan {
     /// Fetchers that are no source: until a time if they were slow, else always.
     avoided: BTreeMap<FetcherId, Option<Duration>>,
     /// Pieces of which each fetcher has what it wants.
-    present: BTreeMap<FetcherId, BTreeSet<PieceNumber>>,
+    present: BTreeMap<FetcherId, PresentPieces>,
     /// Pieces that are not requested, by source.
-    queues: BTreeMap<Source, VecDeque<PieceNumber>>,
+    queues: BTreeMap<Source, BTreeSet<PieceNumber>>,
     /// Requests, with the times at which they were made.
     in_flight: BTreeMap<PieceRequest, Duration>,
     /// Number of requests in flight, by source.
     load: BTreeMap<Source, usize>,
     /// The pieces of which this daemon misses a part, and that part.
     missing: BTreeMap<PieceNumber, Part>,
+    /// Missing pieces that other daemons wait for.
+    demanded: BTreeSet<PieceNumber>,
     /// Number of pieces that have come.
     fetched: usize,
     /// Number of pieces that fetchers have sent, and the sum of the times that they took since the piece before.
@@ -181,6 +203,7 @@ impl FetchPlan {
             in_flight: BTreeMap::new(),
             load: BTreeMap::new(),
             missing: BTreeMap::new(),
+            demanded: BTreeSet::new(),
             fetched: 0,
             intervals: (0, Duration::ZERO),
             last_sent: BTreeMap::new(),
@@ -210,7 +233,7 @@ impl FetchPlan {
     }
 
     /// Sets the pieces of which a fetcher has what it wants.
-    pub(crate) fn set_present(&mut self, fetcher: FetcherId, present: BTreeSet<PieceNumber>) {
+    pub(crate) fn set_present(&mut self, fetcher: FetcherId, present: PresentPieces) {
         self.present.insert(fetcher, present);
     }
 
@@ -230,11 +253,8 @@ impl FetchPlan {
 
     /// Has a piece requested next, if it comes from a holder: another daemon waits for it.
     pub(crate) fn prioritize(&mut self, piece: PieceNumber) {
-        if let Some(queue) = self.queues.get_mut(&Source::Holder)
-            && let Some(at) = queue.iter().position(|queued| *queued == piece)
-        {
-            queue.remove(at);
-            queue.push_front(piece);
+        if self.missing.contains_key(&piece) {
+            self.demanded.insert(piece);
         }
     }
 
@@ -246,18 +266,17 @@ impl FetchPlan {
     /// Returns the next request to make now. `None`: wait until a piece comes, or for [`MIN_SLOW`].
     pub(crate) fn next_request(&mut self, now: Duration) -> Option<PieceRequest> {
         self.avoid_slow_fetchers(now);
-        if self.in_flight.len() >= WINDOW {
+        // Requests to fetchers that are avoided may take long to fail.
+        let is_usable = |request: &&PieceRequest| !self.is_avoided(request.source);
+        if self.in_flight.keys().filter(is_usable).count() >= WINDOW {
             return None;
         }
-        // What this daemon fetches from holders, others wait for. All fetch in the order of the pieces: so the
-        // fetchers have, or get next, what this daemon asks them for.
-        let with_room = self.queues.iter().filter(|(source, _)| self.has_room(**source));
-        let next = with_room
-            .min_by_key(|(source, queue)| (**source != Source::Holder, queue.front().copied()))
-            .and_then(|(source, queue)| Some((*source, *queue.front()?, *source)));
+        let next = self.find_demanded().or_else(|| self.find_first());
+        let next = next.map(|(source, piece)| (source, piece, source));
         let (queue, piece, source) = next.or_else(|| self.find_relief())?;
+        self.demanded.remove(&piece);
         if let Some(pieces) = self.queues.get_mut(&queue) {
-            pieces.retain(|queued| *queued != piece);
+            pieces.remove(&piece);
             if pieces.is_empty() {
                 self.queues.remove(&queue);
             }
@@ -266,6 +285,27 @@ impl FetchPlan {
         self.in_flight.insert(request, now);
         *self.load.entry(source).or_default() += 1;
         Some(request)
+    }
+
+    /// Returns the first piece from a holder that another daemon waits for.
+    fn find_demanded(&self) -> Option<(Source, PieceNumber)> {
+        let queue = self.queues.get(&Source::Holder).filter(|_| self.has_room(Source::Holder))?;
+        let piece = self.demanded.iter().find(|piece| queue.contains(piece))?;
+        Some((Source::Holder, *piece))
+    }
+
+    /// Returns the first piece from a holder, or else from a fetcher, that has room.
+    ///
+    /// Others wait for what this daemon fetches from holders. All fetch in the order of the pieces: so the fetchers have,
+    /// or get next, what this daemon asks them for.
+    fn find_first(&self) -> Option<(Source, PieceNumber)> {
+        let with_room = self.queues.iter().filter(|(source, _)| self.has_room(**source));
+        let firsts = with_room.filter_map(|(source, queue)| Some((*source, *queue.first()?)));
+        firsts.min_by_key(|(source, piece)| (*source != Source::Holder, *piece))
+    }
+
+    fn is_avoided(&self, source: Source) -> bool {
+        matches!(source, Source::Fetcher(fetcher) if self.avoided.contains_key(&fetcher))
     }
 
     /// Returns whether a source can be asked for one more piece.
@@ -283,7 +323,9 @@ impl FetchPlan {
     ///
     /// It is one of the first ones of the longest queue.
     fn find_relief(&self) -> Option<(Source, PieceNumber, Source)> {
-        let mut queues: Vec<(&Source, &VecDeque<PieceNumber>)> = self.queues.iter().collect();
+        // Other daemons wait for the pieces that this one fetches from holders.
+        let queues = self.queues.iter().filter(|(source, _)| **source != Source::Holder);
+        let mut queues: Vec<(&Source, &BTreeSet<PieceNumber>)> = queues.collect();
         queues.sort_by_key(|(_, queue)| Reverse(queue.len()));
         let mut free: Vec<&Fetcher> = self
             .fetchers
@@ -299,7 +341,7 @@ impl FetchPlan {
                 let parts = [Some(Part::WHOLE), self.missing.get(&piece).copied()];
                 let has_it = |fetcher: &&&Fetcher| {
                     let present = self.present.get(&fetcher.id);
-                    present.is_some_and(|present| present.contains(&piece))
+                    present.is_some_and(|present| present.contains(piece))
                         && parts.contains(&Some(fetcher.wants.part(piece)))
                 };
                 if let Some(fetcher) = free.iter().find(has_it) {
@@ -329,6 +371,7 @@ impl FetchPlan {
             }
         }
         self.missing.remove(&request.piece);
+        self.demanded.remove(&request.piece);
     }
 
     /// Records that a fetcher did not send a piece, or a damaged one. It is no source any more.
@@ -416,7 +459,7 @@ impl FetchPlan {
             let fetcher =
                 others(own[at]).or_else(|| complete(piece, *missing)).or_else(|| others(whole[at]));
             let source = fetcher.map_or(Source::Holder, Source::Fetcher);
-            self.queues.entry(source).or_default().push_back(piece);
+            self.queues.entry(source).or_default().insert(piece);
         }
     }
 }
@@ -592,7 +635,7 @@ mod tests {
     fn busy_owner_is_relieved_by_a_fetcher_that_has_the_piece() {
         let mut plan = plan(7, 400);
         plan.set_fetchers(fetchers(&[1, 2]));
-        plan.set_present(2, (0..400).collect());
+        plan.set_present(2, PresentPieces::Bits(vec![0xff; 50]));
         let mut from: BTreeMap<Source, u32> = BTreeMap::new();
         let mut now = Duration::ZERO;
         while !plan.is_complete() {
@@ -618,6 +661,34 @@ mod tests {
         }
         assert!(from[&Source::Fetcher(2)] > 170, "{from:?}");
         assert!(from[&Source::Fetcher(1)] < 110, "{from:?}");
+    }
+
+    #[test]
+    fn bits_are_pieces() {
+        let present = |pieces: &PresentPieces| {
+            (0..20).filter(|piece| pieces.contains(*piece)).collect::<Vec<_>>()
+        };
+        assert_eq!(present(&PresentPieces::All).len(), 20);
+        assert_eq!(present(&PresentPieces::Bits(vec![0b1000_0101, 1])), [0, 2, 7, 8]);
+    }
+
+    #[test]
+    fn silent_fetchers_do_not_fill_the_window() {
+        let mut plan = plan(7, 2000);
+        let silent: Vec<FetcherId> = (100..120).collect();
+        plan.set_fetchers(fetchers(&silent));
+        let mut now = Duration::ZERO;
+        while !plan.is_complete() {
+            let mut requests = Vec::new();
+            while let Some(request) = plan.next_request(now) {
+                requests.push(request);
+            }
+            now += Duration::from_millis(10);
+            for request in requests.into_iter().filter(|it| it.source == Source::Holder) {
+                plan.complete(request, now);
+            }
+            assert!(now < Duration::from_secs(30));
+        }
     }
 
     #[test]

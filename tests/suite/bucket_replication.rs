@@ -81,14 +81,14 @@ fn version_is_restored_once_for_concurrent_readers() {
             scope.spawn(move || assert_eq!(read_step(&store, None, 2).unwrap(), 1));
         }
     });
-    let restored = daemon.metric(r#"tssd_restored_bytes_total{reason="alone"}"#);
+    let restored = daemon.metric(r#"tssd_restored_bytes_total{reason="no_replica"}"#);
     let bytes = stores[0].versions(&key()).unwrap()[0].bytes as f64;
     let max_manifest_bytes = 16e3;
     assert!(restored > bytes && restored < bytes + max_manifest_bytes, "{restored} for {bytes}");
     // The restored version stays in memory until a newer one replaces it.
     drop(stores);
     assert_eq!(read_step(&daemon.connect(), None, 2).unwrap(), 1);
-    assert!(daemon.metric(r#"tssd_restored_bytes_total{reason="alone"}"#) <= restored);
+    assert!(daemon.metric(r#"tssd_restored_bytes_total{reason="no_replica"}"#) <= restored);
 }
 
 #[test]

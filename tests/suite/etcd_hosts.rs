@@ -233,7 +233,7 @@ fn versions_in_bucket_outlive_hosts() {
             .is_err_and(|error| lost_writers(&error).as_deref() == Some("1"))
     });
     assert_eq!(read_step(&generator, None, 2).unwrap(), 1);
-    assert!(third.metric(r#"tssd_restored_bytes_total{reason="alone"}"#) > 0.0);
+    assert!(third.metric(r#"tssd_restored_bytes_total{reason="no_replica"}"#) > 0.0);
     drop((first, trainers, generator, third));
     // All hosts and their ledgers in etcd are lost.
     let new_etcd = Etcd::start(1);
@@ -267,24 +267,24 @@ fn reads_fall_back_to_bucket_if_host_does_not_respond() {
     let restored =
         |why: &str| reader.metric(&format!("tssd_restored_bytes_total{{reason=\"{why}\"}}"));
     assert!(reader.metric(r#"tssd_leased_bytes_total{source="origin"}"#) > 0.0);
-    assert!(restored("unanswered") + restored("alone") < 1.0);
+    assert!(restored("unreachable") + restored("no_replica") < 1.0);
     publish_with_durability(&trainers, 2, Durability::Object);
     stopped.signal(Signal::STOP);
     // Until its session expires, the stopped host is listed but does not respond.
     assert_eq!(read_step(&generator, None, 2).unwrap(), 2);
-    assert!(restored("unanswered") > 0.0);
-    assert!(restored("alone") < 1.0);
+    assert!(restored("unreachable") > 0.0);
+    assert!(restored("no_replica") < 1.0);
     stopped.signal(Signal::CONT);
     publish_with_durability(&trainers, 3, Durability::Object);
     assert_eq!(read_step(&generator, None, 2).unwrap(), 3);
     // A reader that opened the version before the host was killed continues from the bucket.
     publish_with_durability(&trainers, 4, Durability::Object);
-    let before = restored("unanswered");
+    let before = restored("unreachable");
     let opened = generator.open(&key(), &GetOptions::default()).unwrap();
     drop(stopped);
     let leaves: Vec<_> = opened.map(|leaf| leaf.unwrap()).collect();
     assert_eq!(leaves.len(), 2);
-    assert!(restored("unanswered") > before);
+    assert!(restored("unreachable") > before);
     assert_eq!(read_step(&generator, None, 2).unwrap(), 4);
 }
 

@@ -627,7 +627,7 @@ fn prefetched_version_is_read_locally() {
     // The prefetched version stays readable after further puts.
     put(&trainer, &model(2, 4), &PutOptions::default());
     let first = GetOptions { version: 1.into(), ..GetOptions::default() };
-    let sent_bytes = || controller.metric("tssd_read_bytes_total");
+    let sent_bytes = || controller.metric("tssd_sent_bytes_total");
     let before = sent_bytes();
     let (view, _) = generator.get_state_dict(&key(), &first).unwrap();
     assert_eq!(view, model(1, 4));
@@ -1219,7 +1219,7 @@ fn hosts_that_prefetch_at_once_pass_pieces_on() {
             });
         }
     });
-    let sent = |daemon: &TestDaemon| daemon.metric("tssd_read_bytes_total");
+    let sent = |daemon: &TestDaemon| daemon.metric("tssd_sent_bytes_total");
     let passed_on: f64 = proxy_daemons.iter().map(sent).sum();
     // On one machine, a piece comes faster than the names of the others.
     assert!(passed_on > 40e6, "{passed_on} {}", sent(&controller));
@@ -1274,7 +1274,7 @@ impl HalfColumns {
 /// Gets share what they fetch as prefetches do: whole archives, and the same parts of them.
 #[test]
 fn hosts_that_get_at_once_pass_parts_on() {
-    let sent = |daemon: &TestDaemon| daemon.metric("tssd_read_bytes_total");
+    let sent = |daemon: &TestDaemon| daemon.metric("tssd_sent_bytes_total");
     let dict = model(1, 96);
     let [left, right] = HalfColumns::of(&dict);
     for has_right in [false, true] {
@@ -1323,10 +1323,46 @@ fn processes_of_one_host_share_chunks() {
             scope.spawn(move || half.get(&generator));
         }
     });
-    let sent = controller.metric("tssd_read_bytes_total");
+    let sent = controller.metric("tssd_sent_bytes_total");
     assert!((96e6..105e6).contains(&sent), "{sent}");
+    // The halves alone come in parts of 4 MiB. Whole pieces have 1 MiB.
+    let reads = controller.metric(r#"tssd_requests_total{op="read",outcome="ok"}"#);
+    assert!(reads > 60.0, "{reads}");
     assert_eq!(get(&proxy_daemon.connect()), dict);
-    assert!(controller.metric("tssd_read_bytes_total") < 110e6);
+    assert!(controller.metric("tssd_sent_bytes_total") < 110e6);
+}
+
+/// Gets of parts and prefetches of the whole archive run at once, on several hosts, of archives that are compressed or not.
+#[test]
+fn gets_and_prefetches_share_archives() {
+    let dict = model(1, 48);
+    let halves = HalfColumns::of(&dict);
+    for compression in [Compression::None, Compression::Zstd] {
+        let controller = TestDaemon::new(1 << 30);
+        let proxy_daemons: Vec<TestDaemon> =
+            (0..3).map(|_| TestDaemon::with_controller(&controller)).collect();
+        let options = PutOptions { compression, ..PutOptions::default() };
+        put(&controller.connect(), &dict, &options);
+        std::thread::scope(|scope| {
+            for (number, proxy_daemon) in proxy_daemons.iter().enumerate() {
+                let (first, second) = (&halves[number % 2], &halves[(number + 1) % 2]);
+                let [get_first, get_second, prefetch] = [(); 3].map(|()| proxy_daemon.connect());
+                scope.spawn(move || first.get(&get_first));
+                scope.spawn(move || {
+                    std::thread::sleep(Duration::from_millis(20));
+                    prefetch.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+                });
+                scope.spawn(move || {
+                    std::thread::sleep(Duration::from_millis(50));
+                    second.get(&get_second)
+                });
+            }
+        });
+        for proxy_daemon in &proxy_daemons {
+            assert_eq!(get(&proxy_daemon.connect()), dict);
+            assert!(proxy_daemon.metric("tssd_avoided_fetchers_total") < 1.0);
+        }
+    }
 }
 
 /// A daemon ignores bad tables, names and ranges. Its readers get the version.
@@ -1420,6 +1456,8 @@ fn damaged_and_broken_fetchers_are_avoided() {
         assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_fetchers": nothing}));
         generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
         assert_eq!(get(&generator), dict);
+        let avoided = proxy_daemon.metric("tssd_avoided_fetchers_total");
+        assert!((1.0..=3.0).contains(&avoided), "{avoided}");
 
         let unknown = json!({"op": "announce", "blob": "policy/x/y.tssd", "address": address});
         assert_eq!(raw.request_failure(&unknown, b"").0, "not_found");

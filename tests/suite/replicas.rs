@@ -27,7 +27,7 @@ fn host(etcd: &Etcd, memory_limit: u64) -> TestDaemon {
 }
 
 fn pulled_bytes(host: &TestDaemon, source: &str) -> f64 {
-    host.metric(&format!("tssd_pulled_bytes_total{{source=\"{source}\"}}"))
+    host.metric(&format!("tssd_fetched_bytes_total{{source=\"{source}\"}}"))
 }
 
 /// Returns the elements of a step in row-major order.

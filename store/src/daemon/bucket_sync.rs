@@ -126,8 +126,8 @@ impl RestoreReason {
 impl fmt::Display for RestoreReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NoReplica => "alone",
-            Self::Unreachable => "unanswered",
+            Self::NoReplica => "no_replica",
+            Self::Unreachable => "unreachable",
         })
     }
 }

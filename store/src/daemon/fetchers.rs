@@ -20,7 +20,7 @@ const COMPLETE_TTL: Duration = Duration::from_mins(10);
 /// Largest number of daemons that are listed for a blob.
 const MAX_FETCHERS: usize = 1024;
 
-/// Largest length of the tables of a reply, in bytes. Daemons whose tables do not fit are not listed.
+/// Largest length of the different tables of a blob, in bytes. Daemons whose tables do not fit are not listed.
 const MAX_TABLES_BYTES: usize = 4 << 20;
 
 /// Number of blobs from which on those without daemons are removed.
@@ -57,7 +57,7 @@ impl Fetchers {
         now: Instant,
     ) -> (BlobFetchers, Vec<u8>) {
         let mut blobs = self.0.lock();
-        if blobs.len() >= CLEANUP_BLOBS {
+        if blobs.len() >= CLEANUP_BLOBS && !blobs.contains_key(blob) {
             for fetchers in blobs.values_mut() {
                 fetchers.retain(|_, announcement| announcement.is_current(now));
             }
@@ -68,8 +68,12 @@ impl Fetchers {
         // Most daemons want the same parts as another one.
         let mut known = fetchers.values().map(|announcement| &announcement.parts);
         let known = known.find(|known| ***known == *parts).cloned();
-        let parts = known.unwrap_or_else(|| parts.into());
-        if fetchers.len() < MAX_FETCHERS || fetchers.contains_key(address) {
+        let parts: Arc<[u8]> = known.unwrap_or_else(|| parts.into());
+        let tables: BTreeMap<*const u8, usize> =
+            fetchers.values().map(|it| (it.parts.as_ptr(), it.parts.len())).collect();
+        let tables_fit = tables.contains_key(&parts.as_ptr())
+            || tables.values().sum::<usize>() + parts.len() <= MAX_TABLES_BYTES;
+        if (fetchers.len() < MAX_FETCHERS || fetchers.contains_key(address)) && tables_fit {
             let announcement = Announcement { since: now, is_complete, parts };
             fetchers.insert(address.clone(), announcement);
         }
@@ -82,12 +86,12 @@ fn list<'a>(
     announcements: impl Iterator<Item = (&'a Endpoint, &'a Announcement)>,
 ) -> (BlobFetchers, Vec<u8>) {
     let (mut listed, mut tables) = (BlobFetchers::default(), Vec::new());
-    let mut numbers: BTreeMap<&[u8], u32> = BTreeMap::new();
+    let mut numbers: BTreeMap<*const u8, u32> = BTreeMap::new();
     for (address, Announcement { is_complete, parts, .. }) in announcements {
-        let table = match numbers.entry(parts) {
+        // Equal tables are one table in memory.
+        let table = match numbers.entry(parts.as_ptr()) {
             _ if parts.is_empty() => None,
             Entry::Occupied(number) => Some(*number.get()),
-            Entry::Vacant(_) if tables.len() + parts.len() > MAX_TABLES_BYTES => continue,
             Entry::Vacant(number) => {
                 tables.extend_from_slice(parts);
                 listed.tables += 1;

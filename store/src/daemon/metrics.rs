@@ -9,7 +9,7 @@ use crate::daemon::bucket_sync::{ReplicatorCounts, RestoreReason};
 use crate::daemon::remote_blobs::{RemoteReadStats, ReplicaKind};
 use crate::daemon::state::DaemonState;
 use crate::error::{ErrorKind, Result};
-use crate::status::UploadStatus;
+use crate::status::{MemoryStatus, UploadStatus};
 
 /// Maximum number of keys, and of readers, in a page. It bounds the size of a scrape.
 const MAX_SERIES: usize = 100;
@@ -29,17 +29,21 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
     let oldest = status.leases.iter().map(|lease| lease.age).max().unwrap_or_default();
     let mut page = Page::default();
 
-    page.counter("connections_total", "Connections that were accepted.", counts.connections);
+    page.counter("connections_total", "Number of accepted connections.", counts.connections);
     page.counter(
-        "connections_turned_away_total",
-        "Connections that were turned away: too many, or of users who may not connect.",
+        "connections_rejected_total",
+        "Number of rejected connections: above the limit, or of a user without access.",
         counts.rejected_connections,
     );
-    page.gauge("connections", "Connections there are.", status.peers.len());
-    page.counter("puts_total", "Contributions that were committed.", counts.puts);
-    page.counter("put_bytes_total", "Bytes of archives that were committed.", counts.put_bytes);
-    page.counter("versions_published_total", "Versions that became visible.", counts.published);
-    page.counter("gets_total", "Versions that were given to readers.", counts.gets);
+    page.gauge("connections", "Number of open connections.", status.peers.len());
+    page.counter("puts_total", "Number of committed contributions.", counts.puts);
+    page.counter("put_bytes_total", "Bytes of committed archives.", counts.put_bytes);
+    page.counter(
+        "versions_published_total",
+        "Number of versions that became visible.",
+        counts.published,
+    );
+    page.counter("gets_total", "Number of versions leased to readers.", counts.gets);
     page.replicas(&counts, &state.volume.remote_blobs.stats());
     let read_bytes = |bytes: fn(&ReadStats) -> u64| {
         counts
@@ -47,56 +51,40 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
             .iter()
             .map(move |(transport, got)| (vec![("transport", transport.to_string())], bytes(got)))
     };
-    let help = "Bytes of tensors that readers asked for, by the way that they came.";
+    let help = "Bytes of tensors that readers requested, by transport.";
     page.family(MetricKind::Counter, "needed_bytes_total", help, read_bytes(|got| got.needed));
-    let help = "Bytes of tensors that readers copied, or see.";
+    let help = "Bytes of tensors that readers copied or map, by transport.";
     page.family(
         MetricKind::Counter,
         "transferred_bytes_total",
         help,
         read_bytes(|got| got.transferred),
     );
-    let help = "Bytes that readers checksummed.";
+    let help = "Bytes that readers verified, by transport.";
     page.family(MetricKind::Counter, "verified_bytes_total", help, read_bytes(|got| got.verified));
-    let help = "Bytes of archives that went out over connections.";
-    page.counter("read_bytes_total", help, counts.sent_bytes);
+    let help = "Bytes of archives sent over connections.";
+    page.counter("sent_bytes_total", help, counts.sent_bytes);
     let requests = counts.requests.iter().map(|(&(op, failed), count)| {
         (vec![("op", op.to_owned()), ("outcome", outcome(failed).to_owned())], count)
     });
-    page.family(MetricKind::Counter, "requests_total", "Requests that were answered.", requests);
-
-    page.gauge("memory_limit_bytes", "What segments may take together.", memory.limit_bytes);
-    page.gauge("memory_used_bytes", "What segments take.", memory.used_bytes);
-    page.gauge("device_bytes", "What segments of GPUs take there.", memory.device_bytes);
-    page.gauge("memory_warm_bytes", "Of that, what is free and warm.", memory.free_bytes);
-    page.gauge(
-        "memory_retired_bytes",
-        "Of that, what is retired and still mapped by somebody.",
-        memory.retired_bytes,
-    );
-    page.gauge("segments", "Segments there are.", memory.segments);
-    page.counter(
-        "created_bytes_total",
-        "Bytes of segments made: fresh pages.",
-        memory.created_bytes_total,
-    );
-    page.counter("retired_bytes_total", "Bytes of segments retired.", memory.retired_bytes_total);
-    page.counter(
-        "recycled_total",
-        "Segments that a writer has reused while they were mapped.",
-        memory.recycled_total,
+    page.family(
+        MetricKind::Counter,
+        "requests_total",
+        "Number of answered requests, by operation and outcome.",
+        requests,
     );
 
+    page.memory(&memory);
     if let Some(replicator) = &state.replicator {
         page.bucket(&replicator.counts(), &status.uploads);
     }
-    page.gauge("leases", "Leases that are held.", status.leases.len());
+    page.gauge("leases", "Number of leases.", status.leases.len());
     page.gauge("lease_oldest_seconds", "Age of the oldest lease.", oldest.as_secs_f64());
-    page.gauge("keys", "Keys that have a visible version.", keys.len());
-    page.gauge("versions", "Versions that are visible.", versions);
+    page.gauge("keys", "Number of keys with a visible version.", keys.len());
+    page.gauge("versions", "Number of visible versions.", versions);
     let shown = heads.iter().take(MAX_SERIES);
     let shown = shown.map(|(key, head)| (vec![("key", key.clone())], head.number));
-    let help = "Number of the newest visible version; of the first 100 keys.";
+    let help = "Number of the newest visible version, of the first 100 keys.";
     page.family(MetricKind::Gauge, "head_version", help, shown);
     let lags = state.readers().into_iter().filter_map(|reader| {
         let lag = heads.get(&reader.key)?.number.saturating_sub(reader.version);
@@ -107,14 +95,10 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
         ];
         Some((labels, lag))
     });
-    let help = "How far the version that a connected reader got last is behind the newest; of the \
+    let help = "Number of versions between the last one of a connected reader and the newest one, of the \
                 first 100 readers.";
     page.family(MetricKind::Gauge, "reader_lag_versions", help, lags.take(MAX_SERIES));
-    page.gauge(
-        "uptime_seconds",
-        "For how long the daemon has served.",
-        status.uptime.as_secs_f64(),
-    );
+    page.gauge("uptime_seconds", "Time since the daemon started.", status.uptime.as_secs_f64());
     Ok(page.0)
 }
 
@@ -137,40 +121,85 @@ impl Page {
             let name = source.map_or_else(|| "here".to_owned(), |source| source.to_string());
             (vec![("source", name)], counts.leased_bytes.get(&source).copied().unwrap_or_default())
         });
-        let help = "Bytes of archives that were leased, by who has them: this host, a host where they were read, or the one \
-                    that they were put to.";
+        let help = "Bytes of leased archives, by location: this host, a host that read them, or the host where they were \
+                    put.";
         self.family(MetricKind::Counter, "leased_bytes_total", help, leased);
-        let pulled = ReplicaKind::ALL.map(|source| {
+        let fetched = ReplicaKind::ALL.map(|source| {
             let bytes = traffic.read_bytes.get(&source).copied().unwrap_or_default();
             (vec![("source", source.to_string())], bytes)
         });
-        let help = "Bytes of archives that came from other daemons: from hosts where they were read, or to which they were \
-                    put.";
-        self.family(MetricKind::Counter, "pulled_bytes_total", help, pulled);
-        let help = "How often another daemon was asked than the first, which did not answer or did not have it any more.";
-        self.counter("passed_over_total", help, traffic.skipped);
+        let from_fetchers = (vec![("source", "fetcher".to_owned())], traffic.fetcher_bytes);
+        let help = "Bytes of archives fetched from other daemons: hosts that read them, hosts where they were put, or hosts \
+                    that fetch them at the same time.";
+        let fetched = fetched.into_iter().chain([from_fetchers]);
+        self.family(MetricKind::Counter, "fetched_bytes_total", help, fetched);
+        let help = "Number of reads that went to the next host, because a host was unreachable or had lost the archive.";
+        self.counter("read_failovers_total", help, traffic.skipped);
+        let help = "Number of hosts that a shared fetch avoided, because they failed or sent damaged bytes.";
+        self.counter("avoided_fetchers_total", help, traffic.avoided_fetchers);
+    }
+
+    /// Writes the metrics of the segments.
+    fn memory(&mut self, memory: &MemoryStatus) {
+        self.gauge("memory_limit_bytes", "Maximum bytes of all segments.", memory.limit_bytes);
+        self.gauge("memory_used_bytes", "Bytes of all segments.", memory.used_bytes);
+        self.gauge("device_bytes", "Bytes of segments in GPU memory.", memory.device_bytes);
+        self.gauge(
+            "memory_free_bytes",
+            "Bytes of segments that are free and still mapped.",
+            memory.free_bytes,
+        );
+        self.gauge(
+            "memory_retired_bytes",
+            "Bytes of retired segments that a process still maps.",
+            memory.retired_bytes,
+        );
+        self.gauge("segments", "Number of segments.", memory.segments);
+        self.counter(
+            "segment_created_bytes_total",
+            "Bytes of segments created with new pages.",
+            memory.created_bytes_total,
+        );
+        self.counter(
+            "segment_retired_bytes_total",
+            "Bytes of retired segments.",
+            memory.retired_bytes_total,
+        );
+        self.counter(
+            "segments_reused_total",
+            "Number of segments that a writer reused while they were mapped.",
+            memory.recycled_total,
+        );
     }
 
     /// Writes the metrics of the bucket.
     fn bucket(&mut self, counts: &ReplicatorCounts, uploads: &[UploadStatus]) {
-        self.gauge("uploads", "Contributions on their way to the bucket.", uploads.len());
+        self.gauge("uploads", "Number of pending uploads to the bucket.", uploads.len());
         let left = uploads.iter().map(|upload| upload.bytes.saturating_sub(upload.sent));
-        let help = "What of them has not gone yet.";
-        self.gauge("upload_left_bytes", help, left.fold(0, u64::saturating_add));
+        let help = "Bytes of pending uploads that are not sent yet.";
+        self.gauge("upload_pending_bytes", help, left.fold(0, u64::saturating_add));
         let oldest = uploads.iter().map(|upload| upload.age).max().unwrap_or_default();
-        self.gauge("upload_oldest_seconds", "Age of the oldest.", oldest.as_secs_f64());
-        self.counter("uploads_total", "Contributions brought to the bucket.", counts.uploads);
-        self.counter("uploaded_bytes_total", "Their bytes.", counts.uploaded_bytes);
-        let help = "Tries to bring one there that have failed; most are made again.";
+        self.gauge(
+            "upload_oldest_seconds",
+            "Age of the oldest pending upload.",
+            oldest.as_secs_f64(),
+        );
+        self.counter("uploads_total", "Number of completed uploads to the bucket.", counts.uploads);
+        self.counter(
+            "uploaded_bytes_total",
+            "Bytes of completed uploads to the bucket.",
+            counts.uploaded_bytes,
+        );
+        let help = "Number of failed upload attempts. Most are retried.";
         self.counter("upload_failures_total", help, counts.failures);
-        let help = "Contributions that were given up.";
-        self.counter("uploads_given_up_total", help, counts.given_up);
+        let help = "Number of abandoned uploads.";
+        self.counter("uploads_abandoned_total", help, counts.given_up);
         let restored = RestoreReason::ALL.map(|reason| {
             let bytes = counts.restored_bytes.get(&reason).copied().unwrap_or_default();
             (vec![("reason", reason.to_string())], bytes)
         });
-        let help = "Bytes of archives that came back from the bucket: nobody else has them, or whoever has them did \
-                    not answer.";
+        let help = "Bytes of archives restored from the bucket: no other daemon has them, or those that have them are \
+                    unreachable.";
         self.family(MetricKind::Counter, "restored_bytes_total", help, restored);
     }
 

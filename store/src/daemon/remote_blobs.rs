@@ -23,6 +23,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of concurrent reads from one daemon.
 const MAX_READS_PER_PEER: usize = 8;
 
+/// Maximum number of concurrent reads from all daemons that fetch a blob too. Each takes a thread, and may wait for another
+/// daemon.
+const MAX_FETCHER_READS: usize = 128;
+
 /// Maximum number of names in a discard request, so that it stays within the limits of a frame.
 const NAMES_PER_REQUEST: usize = 16;
 
@@ -40,6 +44,7 @@ pub(crate) struct RemoteBlobIndex {
     identity: Identity,
     /// Where other daemons reach this one. `None`: they do not.
     own: Option<Endpoint>,
+    fetcher_permits: Arc<Semaphore>,
     inner: Lock<Inner>,
 }
 
@@ -55,6 +60,10 @@ struct Inner {
 pub(crate) struct RemoteReadStats {
     /// Bytes read, by the kind of replica that sent them.
     pub(crate) read_bytes: BTreeMap<ReplicaKind, u64>,
+    /// Bytes read from daemons that fetched the blob at the same time.
+    pub(crate) fetcher_bytes: u64,
+    /// Number of such daemons that failed, or sent damaged bytes.
+    pub(crate) avoided_fetchers: u64,
     /// Number of locations that were skipped because the daemon failed, or does not have the blob.
     pub(crate) skipped: u64,
 }
@@ -120,7 +129,8 @@ struct RemoteBlob {
 
 impl RemoteBlobIndex {
     pub(crate) fn new(identity: Identity, own: Option<Endpoint>) -> Self {
-        Self { identity, own, inner: Lock::default() }
+        let fetcher_permits = Arc::new(Semaphore::new(MAX_FETCHER_READS));
+        Self { identity, own, fetcher_permits, inner: Lock::default() }
     }
 
     /// Returns the address at which other daemons reach this one.
@@ -281,7 +291,7 @@ impl RemoteBlobIndex {
         }))
     }
 
-    /// Calls a daemon on a thread, when few other calls to it run.
+    /// Calls a holder on a thread, when few other calls to it run.
     async fn call_daemon<T: Send + 'static>(
         &self,
         endpoint: &Endpoint,
@@ -368,11 +378,19 @@ impl RemoteBlobIndex {
         name: &str,
         ranges: Vec<Range>,
     ) -> Result<Bytes> {
-        let blob = name.to_owned();
-        let read = move |connections: &ConnectionPool| read_from(connections, &blob, ranges, false);
-        let (data, _) = self.call_daemon(endpoint, name, read).await?;
-        self.count_read(ReplicaKind::Replica, &data);
+        // These reads wait for other daemons. Reads from holders must not wait for them: they have permits of their own.
+        let permit = self.fetcher_permits.clone().acquire_owned().await;
+        let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
+        let (connections, blob) = (self.connections(endpoint), name.to_owned());
+        let read = move || read_from(&connections, &blob, ranges, false);
+        let (data, _) = run_blocking(read).await?;
+        self.inner().traffic.fetcher_bytes += u64::try_from(data.len()).unwrap_or(u64::MAX);
         Ok(data)
+    }
+
+    /// Counts a fetcher that failed, or sent damaged bytes.
+    pub(crate) fn count_avoided_fetcher(&self) {
+        self.inner().traffic.avoided_fetchers += 1;
     }
 
     /// Moves the first location of a blob to the end, if it is `location` and not the only one.

@@ -142,6 +142,14 @@ impl Replicas {
         verify: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         let Some(replica) = self.partial(name) else { return Ok(None) };
+        if replica.is_taken() {
+            // It is verified and goes to the pool.
+            self.wait_until_published(&replica).await;
+            return Ok(None);
+        }
+        if ranges.iter().any(is_fine_grained) {
+            return Ok(None);
+        }
         replica.read_present(ranges, verify).await
     }
 

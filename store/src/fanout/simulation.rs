@@ -7,7 +7,9 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
-use super::{FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, Source, Wants};
+use super::{
+    FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, PresentPieces, Source, Wants,
+};
 
 /// Time from a request to the first byte.
 const LATENCY: u64 = 200;
@@ -207,8 +209,13 @@ impl Simulation<'_> {
             .collect();
         self.hosts[host].plan.set_fetchers(fetchers);
         for fetcher in (0..self.hosts.len()).filter(|fetcher| *fetcher != host) {
-            let present = self.hosts[fetcher].present.clone();
-            self.hosts[host].plan.set_present(fetcher_id(fetcher), present);
+            let present = &self.hosts[fetcher].present;
+            let mut bits = vec![0; self.fleet.pieces.div_ceil(8).try_into().expect("it is small")];
+            for piece in present {
+                let byte: &mut u8 = &mut bits[usize::try_from(piece / 8).expect("as above")];
+                *byte |= 1 << (piece % 8);
+            }
+            self.hosts[host].plan.set_present(fetcher_id(fetcher), PresentPieces::Bits(bits));
         }
         self.poll(host);
         let last = ANNOUNCE_INTERVALS.len() - 1;

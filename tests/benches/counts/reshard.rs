@@ -9,7 +9,7 @@ use tssd_tests::test_daemon::TestDaemon;
 use crate::sharded::{ShardedMatrix, ranks};
 use crate::{ALLOCATOR, metrics};
 
-const SENT: &str = "tssd_read_bytes_total ";
+const SENT: &str = "tssd_sent_bytes_total ";
 
 /// Shape of the matrix: odd, and so large that the size of the index is negligible.
 const SHAPE: [u64; 2] = [1231, 617];

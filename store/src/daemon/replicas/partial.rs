@@ -6,6 +6,7 @@ mod shared_fetch;
 use std::ops;
 use std::pin::pin;
 use std::sync::{Arc, OnceLock, RwLock};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rangemap::RangeSet;
@@ -31,6 +32,9 @@ const FETCHERS: usize = 4;
 
 /// Maximum number of runs of the ranges that readers want of an archive. It bounds the memory for them.
 const MAX_WANTED_RUNS: u64 = 1 << 20;
+
+/// Time for which the bits of the present pieces are reused. Many daemons ask for them.
+const PRESENT_BITS_TTL: Duration = Duration::from_millis(50);
 
 /// Maximum size of the rest of an archive that is fetched without a request.
 ///
@@ -77,6 +81,8 @@ pub(crate) struct PartialReplica {
     wants_changed: Notify,
     /// The pieces in which daemons share the archive, once they are known.
     pieces: OnceLock<Arc<Pieces>>,
+    /// The bits of [`PartialReplica::present_pieces`], and when they were computed.
+    present_bits: Lock<Option<(Instant, Vec<u8>)>>,
 }
 
 /// State of the shared fetch of an archive.
@@ -132,9 +138,20 @@ impl State {
 
     /// Adds a run that a reader wants. The shared fetch has to fetch what is missing of it.
     fn want(&mut self, run: ops::Range<u64>) {
+        if self.wanted.gaps(&run).next().is_none() && !self.lacks(&run) {
+            return;
+        }
+        if self.wanted_runs >= MAX_WANTED_RUNS {
+            return;
+        }
+        self.wanted_runs += 1;
         let missing: Vec<_> = self.present.gaps(&run).collect();
         self.claimed.extend(missing);
         self.wanted.insert(run);
+    }
+
+    fn lacks(&self, run: &ops::Range<u64>) -> bool {
+        self.present.gaps(run).any(|gap| self.claimed.gaps(&gap).next().is_some())
     }
 
     /// Returns the parts of a run that no task fetches. The tasks are those that a reader waits for.
@@ -166,9 +183,12 @@ impl State {
         self.demanded.len() > before
     }
 
-    /// Ends the shared fetch. Readers fetch what it has claimed.
+    /// Ends the shared fetch. Readers fetch the bytes that it has claimed.
     fn end_shared_fetch(&mut self) {
-        self.claimed.clear();
+        // Other daemons are not to ask for these.
+        for run in std::mem::take(&mut self.claimed).iter() {
+            self.wanted.remove(run.clone());
+        }
         self.owned.clear();
         self.demanded.clear();
         self.shared_fetch = SharedFetchState::Ended;
@@ -228,6 +248,7 @@ impl PartialReplica {
             changed: Notify::new(),
             wants_changed: Notify::new(),
             pieces: OnceLock::new(),
+            present_bits: Lock::default(),
         }
     }
 
@@ -254,7 +275,7 @@ impl PartialReplica {
         total_bytes(ranges, self.len)?;
         // Bytes for a fetcher are verified, if they can be: readers of this host may need verified ones.
         let pieces = self.pieces.get().filter(|_| waiting == Waiting::Holders);
-        let verify_fetch = verify || pieces.is_some_and(|pieces| pieces.are_in_chunks(ranges));
+        let verify_fetch = verify || pieces.is_some_and(|pieces| pieces.are_in_raw_chunks(ranges));
         let fetched = self.fetch_missing(remote_blobs, ranges, verify_fetch, waiting).await?;
         if let Some((data, sum)) = fetched {
             return Ok(Some((data, if verify { sum } else { ReadChecksum { crc32: None } })));
@@ -274,13 +295,15 @@ impl PartialReplica {
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         total_bytes(ranges, self.len)?;
         let is_present = {
-            let (state, mut is_present) = (self.state(), true);
-            for range in ranges {
+            let state = self.state();
+            ranges.iter().all(|range| {
+                let mut is_present = true;
                 range.for_each_run(|at| {
-                    is_present &= state.usable(verify).gaps(&(at..at + range.1)).next().is_none();
+                    let run = at..at + range.1;
+                    is_present = is_present && state.usable(verify).gaps(&run).next().is_none();
                 });
-            }
-            is_present
+                is_present
+            })
         };
         if is_present { self.copy(ranges, verify).await } else { Ok(None) }
     }
@@ -335,22 +358,22 @@ impl PartialReplica {
 
     /// Has ranges fetched that readers will read: together with other daemons, in the background.
     ///
-    /// Does nothing for ranges that are not valid, or have too many runs.
+    /// Does nothing for ranges that are not valid, or beyond [`MAX_WANTED_RUNS`].
     pub(crate) fn want(self: &Arc<Self>, remote_blobs: &Arc<RemoteBlobIndex>, ranges: &[Range]) {
         if remote_blobs.own().is_none() || self.len < shared_fetch::MIN_SHARED_BYTES {
             return;
         }
         let mut state = self.state();
+        if state.is_evicted {
+            return;
+        }
         for range in ranges {
             let runs = range.total_bytes(self.len).map(|bytes| bytes / range.1);
-            let wanted_runs = runs.and_then(|runs| runs.checked_add(state.wanted_runs));
-            let Some(wanted_runs) = wanted_runs.filter(|runs| *runs <= MAX_WANTED_RUNS) else {
-                continue;
-            };
-            state.wanted_runs = wanted_runs;
-            range.for_each_run(|at| state.want(at..at + range.1));
+            if runs.is_some_and(|runs| runs <= MAX_WANTED_RUNS) {
+                range.for_each_run(|at| state.want(at..at + range.1));
+            }
         }
-        if state.claimed.is_empty() || state.is_evicted {
+        if state.claimed.is_empty() {
             return;
         }
         let before = std::mem::replace(&mut state.shared_fetch, SharedFetchState::Outdated);
@@ -365,6 +388,12 @@ impl PartialReplica {
     /// Returns a bit for each piece: whether all that readers want of it is here. Empty if the pieces are not known.
     pub(crate) fn present_pieces(&self) -> Vec<u8> {
         let Some(pieces) = self.pieces.get() else { return Vec::new() };
+        let mut cached = self.present_bits.lock();
+        if let Some((since, bits)) = &*cached
+            && since.elapsed() < PRESENT_BITS_TTL
+        {
+            return bits.clone();
+        }
         let state = self.state();
         let mut bits = vec![0; to_usize(u64::from(pieces.count().div_ceil(8)))];
         for number in 0..pieces.count() {
@@ -373,6 +402,7 @@ impl PartialReplica {
                 bits[to_usize(u64::from(number / 8))] |= 1 << (number % 8);
             }
         }
+        *cached = Some((Instant::now(), bits.clone()));
         bits
     }
 
@@ -416,6 +446,11 @@ impl PartialReplica {
     /// Cancels the request for the rest of the archive.
     pub(crate) fn cancel_rest(&self) {
         self.state().is_rest_requested = false;
+    }
+
+    /// Returns whether the memory of the complete archive was taken.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.buffer.read().expect("nobody panics while writing").is_none()
     }
 
     /// Takes the memory of the complete archive. `None` if another task has taken it.
@@ -523,26 +558,34 @@ impl PartialReplica {
     }
 
     /// Copies fetched bytes into the replica and marks them as present.
-    fn store(&self, ranges: &[Range], data: &Bytes, verify: bool) {
-        {
-            let mut buffer = self.buffer.write().expect("nobody panics while writing");
-            // `None` if the archive was completed meanwhile. It has these bytes then, from a fetch without
-            // verification.
-            if let Some(buffer) = &mut *buffer {
-                let (target, mut rest) = (buffer.bytes_mut(), &data[..]);
-                for range in ranges {
-                    let len = to_usize(range.1);
-                    range.for_each_run(|at| {
-                        let (run, remaining) = rest.split_at(len);
-                        target[to_usize(at)..][..len].copy_from_slice(run);
-                        rest = remaining;
-                    });
-                }
-            }
-        }
+    ///
+    /// Bytes that are not verified do not replace others.
+    fn store(&self, ranges: &[Range], data: &Bytes, is_verified: bool) {
+        // Held until the state is changed, so that no other bytes come between.
+        let mut buffer = self.buffer.write().expect("nobody panics while writing");
         let mut state = self.state();
+        let mut rest = &data[..];
         for range in ranges {
-            range.for_each_run(|at| state.add(at..at + range.1, verify));
+            let len = to_usize(range.1);
+            range.for_each_run(|at| {
+                let (bytes, remaining) = rest.split_at(len);
+                rest = remaining;
+                let run = at..at + range.1;
+                let parts = if is_verified {
+                    vec![run.clone()]
+                } else {
+                    state.present.gaps(&run).collect()
+                };
+                // No buffer: the archive was completed meanwhile, and has these bytes.
+                if let Some(buffer) = &mut *buffer {
+                    for part in parts {
+                        let within = to_usize(part.start - at)..to_usize(part.end - at);
+                        let target = to_usize(part.start)..to_usize(part.end);
+                        buffer.bytes_mut()[target].copy_from_slice(&bytes[within]);
+                    }
+                }
+                state.add(run, is_verified);
+            });
         }
     }
 }

@@ -168,14 +168,13 @@ impl Session {
         ranges: &[Range],
         verify: bool,
     ) -> Result<Option<Response<'_>>> {
-        let Some((data, sum)) =
-            self.state.volume.replicas.read_fetched(name, ranges, verify).await?
-        else {
-            return Ok(None);
-        };
-        let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
-        let credits = self.acquire_credits(bytes, 0).await?;
-        Ok(Some(Response { data: data.into(), credits, ..Reply::Read(sum).into() }))
+        let credits = self.acquire_credits(total_bytes(ranges, u64::MAX)?, 0).await?;
+        let read = self.state.volume.replicas.read_fetched(name, ranges, verify).await?;
+        Ok(read.map(|(data, sum)| Response {
+            data: data.into(),
+            credits,
+            ..Reply::Read(sum).into()
+        }))
     }
 
     /// Waits for credit to send `bytes` bytes to the client, `copied` of which are copies.

@@ -1,6 +1,5 @@
 //! The pieces of an archive: parts of its chunks, which daemons that fetch it exchange.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,8 +23,16 @@ const PART_BYTES: usize = 4;
 pub(super) struct Pieces {
     /// Where each piece begins, and the end of the last one. Pieces begin and end where chunks do.
     bounds: Vec<u64>,
-    /// The stored chunks and their checksums, in the order of the file.
-    chunks: Vec<(Range<u64>, u32)>,
+    /// The stored chunks, in the order of the file.
+    chunks: Vec<StoredChunk>,
+}
+
+/// A chunk as it is in the archive.
+struct StoredChunk {
+    range: Range<u64>,
+    crc32: u32,
+    /// Whether it is not compressed. Then parts of it have a meaning, and a holder verifies them.
+    is_raw: bool,
 }
 
 impl Pieces {
@@ -34,20 +41,21 @@ impl Pieces {
         let mut chunks = Vec::new();
         for number in 0..archive.storage_count() {
             let storage = archive.storage(number);
-            for (chunk, crc) in (0_u64..).zip(&*storage.crcs) {
-                chunks.push((storage.stored_chunk(chunk), *crc));
+            let is_raw = storage.compressed_layout.is_none();
+            for (chunk, crc32) in (0_u64..).zip(storage.crcs.iter().copied()) {
+                chunks.push(StoredChunk { range: storage.stored_chunk(chunk), crc32, is_raw });
             }
         }
-        chunks.retain(|(range, _)| range.start < range.end);
-        chunks.sort_unstable_by_key(|(range, _)| range.start);
+        chunks.retain(|chunk| !chunk.range.is_empty());
+        chunks.sort_unstable_by_key(|chunk| chunk.range.start);
         let piece_bytes = (len / TARGET_PIECES).clamp(MIN_PIECE_BYTES, MAX_READ_BYTES / 2);
         let mut bounds: Vec<u64> = Vec::new();
-        for (range, _) in &chunks {
+        for StoredChunk { range, .. } in &chunks {
             if bounds.last().is_none_or(|start| range.start - start >= piece_bytes) {
                 bounds.push(range.start);
             }
         }
-        bounds.extend(chunks.last().map(|(range, _)| range.end));
+        bounds.extend(chunks.last().map(|chunk| chunk.range.end));
         let fits = bounds.windows(2).all(|bounds| bounds[1] - bounds[0] <= MAX_READ_BYTES);
         fits.then_some(Self { bounds, chunks })
     }
@@ -71,29 +79,28 @@ impl Pieces {
         (number < self.count() && range.end <= self.range(number).end).then_some(number)
     }
 
-    /// Returns the bytes that are in no chunk: those before the first one, between them, and after the last one.
-    ///
-    /// `len` is the length of the archive.
-    pub(super) fn outside_chunks(&self, len: u64) -> impl Iterator<Item = Range<u64>> + '_ {
-        let ends = [0].into_iter().chain(self.chunks.iter().map(|(chunk, _)| chunk.end));
-        let starts = self.chunks.iter().map(|(chunk, _)| chunk.start).chain([len]);
-        ends.zip(starts).filter(|(end, start)| end < start).map(|(end, start)| end..start)
+    /// Returns the bytes of a range that are in no chunk, or in a compressed one.
+    pub(super) fn outside_raw_chunks(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let (mut outside, mut at) = (Vec::new(), range.start);
+        let first = self.chunks.partition_point(|chunk| chunk.range.end <= range.start);
+        for chunk in self.chunks[first..].iter().filter(|chunk| chunk.is_raw) {
+            let start = chunk.range.start.min(range.end);
+            outside.extend((at < start).then_some(at..start));
+            at = at.max(chunk.range.end);
+            if at >= range.end {
+                break;
+            }
+        }
+        outside.extend((at < range.end).then_some(at..range.end));
+        outside
     }
 
-    /// Returns whether all bytes of ranges are in chunks.
-    pub(super) fn are_in_chunks(&self, ranges: &[wire::Range]) -> bool {
+    /// Returns whether all bytes of ranges are in chunks that are not compressed.
+    pub(super) fn are_in_raw_chunks(&self, ranges: &[wire::Range]) -> bool {
         let mut are_in_chunks = true;
         for range in ranges {
-            range.for_each_run(|start| {
-                let first = self.chunks.partition_point(|(chunk, _)| chunk.end <= start);
-                let (mut at, end) = (start, start + range.1);
-                for (chunk, _) in &self.chunks[first..] {
-                    if at >= end || chunk.start > at {
-                        break;
-                    }
-                    at = chunk.end;
-                }
-                are_in_chunks &= at >= end;
+            range.for_each_run(|at| {
+                are_in_chunks &= self.outside_raw_chunks(&(at..at + range.1)).is_empty();
             });
         }
         are_in_chunks
@@ -102,16 +109,16 @@ impl Pieces {
     /// Returns whether all chunks of a piece have their checksums, and the bytes between them are zero.
     pub(super) fn verify(&self, number: PieceNumber, data: &[u8]) -> bool {
         let piece = self.range(number);
-        let first = self.chunks.partition_point(|(range, _)| range.start < piece.start);
+        let first = self.chunks.partition_point(|chunk| chunk.range.start < piece.start);
         let mut end = piece.start;
-        for (chunk, crc) in &self.chunks[first..] {
+        for StoredChunk { range: chunk, crc32, .. } in &self.chunks[first..] {
             if chunk.start >= piece.end {
                 break;
             }
             let at = |offset: u64| to_usize(offset - piece.start);
             let Some(bytes) = data.get(at(chunk.start)..at(chunk.end)) else { return false };
             let padding = &data[at(end.min(chunk.start))..at(chunk.start)];
-            if checksum(bytes) != *crc || padding.iter().any(|byte| *byte != 0) {
+            if checksum(bytes) != *crc32 || padding.iter().any(|byte| *byte != 0) {
                 return false;
             }
             end = end.max(chunk.end);
@@ -144,18 +151,6 @@ impl Pieces {
         } else {
             Wants::Parts(parts)
         }
-    }
-
-    /// Returns the pieces whose bits are set. `None` stands for all bits.
-    pub(super) fn decode_present(&self, bits: Option<&[u8]>) -> BTreeSet<PieceNumber> {
-        let is_present = |piece: &PieceNumber| match bits {
-            None => true,
-            Some(bits) => {
-                let byte = bits.get(to_usize(u64::from(piece / 8)));
-                byte.is_some_and(|byte| byte >> (piece % 8) & 1 == 1)
-            }
-        };
-        (0..self.count()).filter(is_present).collect()
     }
 
     /// Returns the tables of an announcement. Empty if they are not those of this archive.
@@ -251,29 +246,28 @@ mod tests {
     }
 
     #[test]
-    fn bytes_between_chunks_are_in_no_chunk() {
-        let chunks = vec![(100..140, 0), (140..200, 0), (210..300, 0)];
+    fn parts_are_verified_in_raw_chunks_only() {
+        let chunk = |range, is_raw| StoredChunk { range, crc32: 0, is_raw };
+        let chunks = vec![
+            chunk(100..140, true),
+            chunk(140..200, true),
+            chunk(210..250, false),
+            chunk(250..300, true),
+        ];
         let pieces = Pieces { bounds: vec![100, 300], chunks };
-        let outside: Vec<_> = pieces.outside_chunks(320).collect();
-        assert_eq!(outside, [0..100, 200..210, 300..320]);
+        assert_eq!(pieces.outside_raw_chunks(&(0..320)), [0..100, 200..250, 300..320]);
+        let from_middle = pieces.outside_raw_chunks(&(195..255));
+        assert_eq!((from_middle.len(), &from_middle[0]), (1, &(200..250)));
         let are_in_chunks =
-            |start, len| pieces.are_in_chunks(&[wire::Range::contiguous(start, len)]);
+            |start, len| pieces.are_in_raw_chunks(&[wire::Range::contiguous(start, len)]);
         assert!(are_in_chunks(100, 100) && are_in_chunks(139, 2) && are_in_chunks(299, 1));
-        for (start, len) in [(99, 2), (199, 2), (205, 1), (190, 30), (300, 1), (0, 320)] {
+        for (start, len) in [(99, 2), (199, 2), (205, 1), (190, 30), (220, 4), (300, 1), (0, 320)] {
             assert!(!are_in_chunks(start, len), "{start} {len}");
         }
-        assert!(!pieces.are_in_chunks(&[wire::Range(120, 4, vec![(3, 40)])]));
+        assert!(!pieces.are_in_raw_chunks(&[wire::Range(120, 4, vec![(3, 40)])]));
         assert_eq!(pieces.containing(&(200..210)), Some(0));
         assert_eq!(pieces.containing(&(90..110)), None);
         assert_eq!(pieces.containing(&(300..310)), None);
-    }
-
-    #[test]
-    fn bits_are_pieces() {
-        let present = |bits| pieces().decode_present(bits).into_iter().collect::<Vec<_>>();
-        assert_eq!(present(None), [0, 1, 2]);
-        assert_eq!(present(Some(&[0b1111_1101])), [0, 2]);
-        assert!(present(Some(&[])).is_empty());
     }
 
     #[test]

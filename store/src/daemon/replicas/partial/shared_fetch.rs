@@ -2,7 +2,6 @@
 //!
 //! Each piece comes from a holder of the archive or from a fetcher, and its chunks are verified when it comes.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
@@ -19,7 +18,7 @@ use super::{
 use crate::daemon::remote_blobs::{Announced, RemoteBlobIndex};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fanout::{
-    FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, Source, Wants,
+    FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, PresentPieces, Source, Wants,
 };
 use crate::io::exec::run_blocking;
 use crate::net::tls::Endpoint;
@@ -118,6 +117,17 @@ impl Drop for SharedClaims<'_> {
     }
 }
 
+/// A piece was not fetched.
+enum FetchError {
+    /// A holder failed.
+    Holder(Error),
+    /// The fetcher failed, or sent damaged bytes.
+    Fetcher(Error),
+}
+
+/// A request, and whether the piece has come.
+type PieceResult = (PieceRequest, std::result::Result<(), FetchError>);
+
 struct SharedFetch {
     replica: Arc<PartialReplica>,
     remote_blobs: Arc<RemoteBlobIndex>,
@@ -138,7 +148,7 @@ struct SharedFetch {
 
 impl SharedFetch {
     async fn run(mut self, claims: &mut SharedClaims<'_>) -> Result<()> {
-        let mut requests: JoinSet<(PieceRequest, Result<()>)> = JoinSet::new();
+        let mut requests: JoinSet<PieceResult> = JoinSet::new();
         let (mut announcements, mut polls) = (JoinSet::new(), JoinSet::new());
         let mut delays = ANNOUNCE_DELAYS.into_iter();
         self.update_wants();
@@ -197,8 +207,10 @@ impl SharedFetch {
             seconds = self.started.elapsed().as_secs_f64(),
             "fetched together"
         );
-        // Daemons that come later fetch it from here too.
-        self.announce(Duration::ZERO, true).await;
+        if !self.replica.state().is_evicted {
+            // Daemons that come later fetch it from here too.
+            self.announce(Duration::ZERO, true).await;
+        }
         Ok(())
     }
 
@@ -272,20 +284,23 @@ impl SharedFetch {
     }
 
     /// Asks the other fetchers which pieces they have.
-    fn poll_fetchers(&self, polls: &mut JoinSet<(FetcherId, Option<BTreeSet<PieceNumber>>)>) {
+    fn poll_fetchers(&self, polls: &mut JoinSet<(FetcherId, Option<PresentPieces>)>) {
         for (id, endpoint) in self.fetchers.iter().cloned() {
             let (remote_blobs, replica) = (self.remote_blobs.clone(), self.replica.clone());
-            let pieces = self.pieces.clone();
             polls.spawn(async move {
                 let present = remote_blobs.present_pieces(&endpoint, &replica.name);
                 let answer = tokio::time::timeout(PRESENT_TIMEOUT, present).await;
                 let bits = answer.ok().and_then(Result::ok);
-                (id, bits.map(|bits| pieces.decode_present(bits.as_deref())))
+                (id, bits.map(|bits| bits.map_or(PresentPieces::All, PresentPieces::Bits)))
             });
         }
     }
 
-    fn finish(&mut self, request: PieceRequest, fetched: Result<()>) -> Result<()> {
+    fn finish(
+        &mut self,
+        request: PieceRequest,
+        fetched: std::result::Result<(), FetchError>,
+    ) -> Result<()> {
         match (request.source, fetched) {
             (_, Ok(())) => {
                 self.plan.complete(request, self.started.elapsed());
@@ -295,8 +310,9 @@ impl SharedFetch {
                     self.update_wants();
                 }
             }
-            (Source::Holder, Err(error)) => return Err(error),
-            (Source::Fetcher(fetcher), Err(error)) => {
+            (_, Err(FetchError::Holder(error)))
+            | (Source::Holder, Err(FetchError::Fetcher(error))) => return Err(error),
+            (Source::Fetcher(fetcher), Err(FetchError::Fetcher(error))) => {
                 let (name, endpoint) = (&self.replica.name, self.endpoint(fetcher));
                 tracing::warn!(
                     name,
@@ -304,6 +320,7 @@ impl SharedFetch {
                     %error,
                     "the fetcher is avoided"
                 );
+                self.remote_blobs.count_avoided_fetcher();
                 self.plan.fail(request);
             }
         }
@@ -315,10 +332,7 @@ impl SharedFetch {
     }
 
     /// Fetches what is missing of a piece into the replica.
-    fn fetch_piece(
-        &self,
-        request: PieceRequest,
-    ) -> impl Future<Output = (PieceRequest, Result<()>)> + 'static {
+    fn fetch_piece(&self, request: PieceRequest) -> impl Future<Output = PieceResult> + 'static {
         let endpoint = match request.source {
             Source::Holder => None,
             Source::Fetcher(fetcher) => self.endpoint(fetcher).cloned(),
@@ -327,7 +341,10 @@ impl SharedFetch {
         let pieces = self.pieces.clone();
         async move {
             let fetched = match endpoint {
-                None => replica.fetch_from_holder(&remote_blobs, &pieces, request.piece).await,
+                None => {
+                    let fetched = replica.fetch_from_holder(&remote_blobs, &pieces, request.piece);
+                    fetched.await.map_err(FetchError::Holder)
+                }
                 Some(endpoint) => {
                     replica.fetch_from(endpoint, &remote_blobs, &pieces, request.piece).await
                 }
@@ -359,11 +376,11 @@ impl PartialReplica {
 
     /// Returns what readers want of the pieces, and the parts that they miss.
     ///
-    /// They fetch what is in no chunk themselves, unless it comes with a whole piece.
+    /// They fetch bytes that no holder verifies themselves, unless these come with a whole piece.
     fn wants(&self, pieces: &Pieces) -> (Wants, Vec<(PieceNumber, Part)>) {
         let mut state = self.state();
         state.shared_fetch = SharedFetchState::Running;
-        for outside in pieces.outside_chunks(self.len) {
+        for outside in pieces.outside_raw_chunks(&(0..self.len)) {
             let is_in_whole_piece = pieces
                 .containing(&outside)
                 .is_some_and(|piece| pieces.part(piece, &state.claimed) == Part::WHOLE);
@@ -385,8 +402,19 @@ impl PartialReplica {
     }
 
     /// Returns what the shared fetch has to fetch of a piece, by request.
+    ///
+    /// If that is no longer the whole piece, it leaves bytes that no holder verifies to the readers.
     fn claimed_ranges(&self, pieces: &Pieces, number: PieceNumber) -> Vec<Vec<wire::Range>> {
-        let state = self.state();
+        let mut state = self.state();
+        if pieces.part(number, &state.claimed) != Part::WHOLE {
+            for outside in pieces.outside_raw_chunks(&pieces.range(number)) {
+                if state.claimed.overlaps(&outside) {
+                    state.claimed.remove(outside.clone());
+                    state.owned.remove(outside);
+                    self.changed.notify_waiters();
+                }
+            }
+        }
         let ranges = to_ranges(clipped(&state.claimed, &pieces.range(number)));
         ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect()
     }
@@ -430,12 +458,13 @@ impl PartialReplica {
                 }
             }
             // The holder verifies the chunks. If its own are damaged, the next holder is asked.
-            let (data, sum) = remote_blobs.read(&self.name, ranges, true).await?;
-            let crc32 = sum.crc32.unwrap_or_default();
-            if !self.store_verified(ranges, data, pieces, number, Some(crc32)).await? {
-                let text = format_args!("`{}`: a holder sent damaged bytes", self.name);
-                return Err(Error::new(ErrorKind::Corrupt, text));
-            }
+            let (data, _) = remote_blobs.read(&self.name, ranges, true).await?;
+            let (replica, ranges) = (self.clone(), ranges.to_vec());
+            run_blocking(move || {
+                replica.store(&ranges, &data, true);
+                Ok(())
+            })
+            .await?;
         }
         Ok(())
     }
@@ -449,19 +478,20 @@ impl PartialReplica {
         remote_blobs: &RemoteBlobIndex,
         pieces: &Arc<Pieces>,
         number: PieceNumber,
-    ) -> Result<()> {
+    ) -> std::result::Result<(), FetchError> {
         for ranges in self.claimed_ranges(pieces, number) {
             let read = remote_blobs.read_from_fetcher(&endpoint, &self.name, ranges.clone());
             let (data, crc32) = if is_whole(&ranges, &pieces.range(number)) {
-                (read.await?, None)
+                (read.await, None)
             } else {
-                let (data, crc32) =
-                    tokio::try_join!(read, remote_blobs.checksum(&self.name, &ranges))?;
-                (data, Some(crc32))
+                let (data, crc32) = tokio::join!(read, remote_blobs.checksum(&self.name, &ranges));
+                (data, Some(crc32.map_err(FetchError::Holder)?))
             };
-            if !self.store_verified(&ranges, data, pieces, number, crc32).await? {
+            let data = data.map_err(FetchError::Fetcher)?;
+            let stored = self.store_verified(&ranges, data, pieces, number, crc32).await;
+            if !stored.map_err(FetchError::Holder)? {
                 let text = format_args!("`{}`: `{endpoint}` sent damaged bytes", self.name);
-                return Err(Error::new(ErrorKind::Corrupt, text));
+                return Err(FetchError::Fetcher(Error::new(ErrorKind::Corrupt, text)));
             }
         }
         Ok(())

@@ -450,7 +450,7 @@ impl PartialReplica {
 
     /// Returns whether the memory of the complete archive was taken.
     pub(crate) fn is_taken(&self) -> bool {
-        self.buffer.read().expect("nobody panics while writing").is_none()
+        self.buffer.read().expect("the lock is not poisoned").is_none()
     }
 
     /// Takes the memory of the complete archive. `None` if another task has taken it.
@@ -561,31 +561,38 @@ impl PartialReplica {
     ///
     /// Bytes that are not verified do not replace others.
     fn store(&self, ranges: &[Range], data: &Bytes, is_verified: bool) {
-        // Held until the state is changed, so that no other bytes come between.
-        let mut buffer = self.buffer.write().expect("nobody panics while writing");
-        let mut state = self.state();
+        // Held until the state is changed, so that no other bytes come between. The state is locked only briefly: copies
+        // to new memory take long, and readers need it.
+        let mut buffer = self.buffer.write().expect("the lock is not poisoned");
         let mut rest = &data[..];
+        let mut copies = Vec::new();
+        let state = self.state();
         for range in ranges {
-            let len = to_usize(range.1);
             range.for_each_run(|at| {
-                let (bytes, remaining) = rest.split_at(len);
+                let (bytes, remaining) = rest.split_at(to_usize(range.1));
                 rest = remaining;
                 let run = at..at + range.1;
-                let parts = if is_verified {
-                    vec![run.clone()]
-                } else {
-                    state.present.gaps(&run).collect()
-                };
-                // No buffer: the archive was completed meanwhile, and has these bytes.
-                if let Some(buffer) = &mut *buffer {
-                    for part in parts {
-                        let within = to_usize(part.start - at)..to_usize(part.end - at);
-                        let target = to_usize(part.start)..to_usize(part.end);
-                        buffer.bytes_mut()[target].copy_from_slice(&bytes[within]);
-                    }
+                if is_verified {
+                    copies.push((at, bytes));
+                    return;
                 }
-                state.add(run, is_verified);
+                for part in state.present.gaps(&run) {
+                    let within = to_usize(part.start - at)..to_usize(part.end - at);
+                    copies.push((part.start, &bytes[within]));
+                }
             });
+        }
+        drop(state);
+        // No buffer: the archive was completed meanwhile, and has these bytes.
+        if let Some(buffer) = &mut *buffer {
+            let target = buffer.bytes_mut();
+            for (at, bytes) in copies {
+                target[to_usize(at)..][..bytes.len()].copy_from_slice(bytes);
+            }
+        }
+        let mut state = self.state();
+        for range in ranges {
+            range.for_each_run(|at| state.add(at..at + range.1, is_verified));
         }
     }
 }

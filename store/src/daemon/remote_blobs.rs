@@ -236,10 +236,9 @@ impl RemoteBlobIndex {
         ranges: &[Range],
         verify: bool,
     ) -> Result<(Bytes, ReadChecksum)> {
-        let (blob, ranges) = (Arc::from(name), Arc::from(ranges));
+        let (blob, ranges) = (name.to_owned(), ranges.to_vec());
         let read = move |connections: &ConnectionPool| {
-            let (blob, ranges): (&Arc<str>, &Arc<[Range]>) = (&blob, &ranges);
-            read_from(connections, blob, ranges.to_vec(), verify)
+            read_from(connections, &blob, ranges.clone(), verify)
         };
         let (read, kind) = self.call_holder(name, read).await?;
         self.count_read(kind, &read.0);

@@ -159,11 +159,11 @@ impl Replicas {
     }
 
     /// Has ranges of an archive fetched that readers of this host will read, if it has memory allocated.
-    pub(crate) fn want(&self, name: &str, ranges: &[Range]) {
+    pub(crate) fn request_ranges(&self, name: &str, ranges: &[Range]) {
         let cached: Vec<Range> =
             ranges.iter().filter(|range| !is_fine_grained(range)).cloned().collect();
         if let Some(replica) = self.partial(name) {
-            replica.want(&self.remote_blobs, &cached);
+            replica.request_ranges(&self.remote_blobs, &cached);
         }
     }
 

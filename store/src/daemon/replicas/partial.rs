@@ -28,7 +28,7 @@ use crate::shm::BlobWriter;
 const MAX_RANGES: usize = 250;
 
 /// Number of concurrent requests for the rest of an archive.
-const FETCHERS: usize = 4;
+const REST_REQUESTS: usize = 4;
 
 /// Maximum number of runs of the ranges that readers want of an archive. It bounds the memory for them.
 const MAX_WANTED_RUNS: u64 = 1 << 20;
@@ -137,11 +137,9 @@ impl State {
     }
 
     /// Adds a run that a reader wants. The shared fetch has to fetch what is missing of it.
-    fn want(&mut self, run: ops::Range<u64>) {
-        if self.wanted.gaps(&run).next().is_none() && !self.lacks(&run) {
-            return;
-        }
-        if self.wanted_runs >= MAX_WANTED_RUNS {
+    fn add_wanted(&mut self, run: ops::Range<u64>) {
+        let is_known = self.wanted.gaps(&run).next().is_none() && !self.lacks(&run);
+        if is_known || self.wanted_runs >= MAX_WANTED_RUNS {
             return;
         }
         self.wanted_runs += 1;
@@ -150,6 +148,7 @@ impl State {
         self.wanted.insert(run);
     }
 
+    /// Returns whether bytes of a run are missing that the shared fetch has not claimed.
     fn lacks(&self, run: &ops::Range<u64>) -> bool {
         self.present.gaps(run).any(|gap| self.claimed.gaps(&gap).next().is_some())
     }
@@ -317,7 +316,7 @@ impl PartialReplica {
         let bytes = total_bytes(ranges, self.len)?;
         let (replica, ranges) = (self.clone(), ranges.to_vec());
         run_blocking(move || {
-            let buffer = replica.buffer.read().expect("nobody panics while writing");
+            let buffer = replica.buffer.read().expect("the lock is not poisoned");
             let Some(buffer) = &*buffer else { return Ok(None) };
             let data = copy_ranges(buffer.bytes(), &ranges, bytes);
             let crc32 = verify.then(|| checksum(&data));
@@ -332,16 +331,16 @@ impl PartialReplica {
         remote_blobs: &Arc<RemoteBlobIndex>,
     ) -> Result<()> {
         if !self.misses_little() {
-            self.want(remote_blobs, &[Range::contiguous(0, self.len)]);
+            self.request_ranges(remote_blobs, &[Range::contiguous(0, self.len)]);
             self.wait_for_shared_fetch().await;
         }
         // The rest, or all if it could not be shared.
         let parts = Arc::new(Lock::new(self.missing_requests().into_iter()));
-        let mut fetchers: JoinSet<Result<()>> = JoinSet::new();
-        for _ in 0..FETCHERS {
+        let mut requests: JoinSet<Result<()>> = JoinSet::new();
+        for _ in 0..REST_REQUESTS {
             let (replica, remote_blobs, parts) =
                 (self.clone(), remote_blobs.clone(), parts.clone());
-            fetchers.spawn(async move {
+            requests.spawn(async move {
                 loop {
                     let next = parts.lock().next();
                     let Some(part) = next else { return Ok(()) };
@@ -349,7 +348,7 @@ impl PartialReplica {
                 }
             });
         }
-        while let Some(fetched) = fetchers.join_next().await {
+        while let Some(fetched) = requests.join_next().await {
             let ended = |error| Error::io(&self.name, std::io::Error::other(error));
             fetched.map_err(ended)??;
         }
@@ -359,7 +358,11 @@ impl PartialReplica {
     /// Has ranges fetched that readers will read: together with other daemons, in the background.
     ///
     /// Does nothing for ranges that are not valid, or beyond [`MAX_WANTED_RUNS`].
-    pub(crate) fn want(self: &Arc<Self>, remote_blobs: &Arc<RemoteBlobIndex>, ranges: &[Range]) {
+    pub(crate) fn request_ranges(
+        self: &Arc<Self>,
+        remote_blobs: &Arc<RemoteBlobIndex>,
+        ranges: &[Range],
+    ) {
         if remote_blobs.own().is_none() || self.len < shared_fetch::MIN_SHARED_BYTES {
             return;
         }
@@ -370,7 +373,7 @@ impl PartialReplica {
         for range in ranges {
             let runs = range.total_bytes(self.len).map(|bytes| bytes / range.1);
             if runs.is_some_and(|runs| runs <= MAX_WANTED_RUNS) {
-                range.for_each_run(|at| state.want(at..at + range.1));
+                range.for_each_run(|at| state.add_wanted(at..at + range.1));
             }
         }
         if state.claimed.is_empty() {
@@ -455,7 +458,7 @@ impl PartialReplica {
 
     /// Takes the memory of the complete archive. `None` if another task has taken it.
     pub(crate) fn take_buffer(&self) -> Option<ReplicaBuffer> {
-        self.buffer.write().expect("nobody panics while writing").take()
+        self.buffer.write().expect("the lock is not poisoned").take()
     }
 
     /// Returns the missing ranges, grouped by request.
@@ -491,10 +494,15 @@ impl PartialReplica {
         verify: bool,
         waiting: Waiting,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
+        let mut has_demanded = waiting != Waiting::Holders;
         loop {
             // Registered before the state is read, so that no change is missed.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
+            if !has_demanded && self.state().demand(ranges) {
+                has_demanded = true;
+                self.wants_changed.notify_one();
+            }
             let claim = match self.claim_missing(ranges, verify, waiting) {
                 MissingRanges::Empty => return Ok(None),
                 MissingRanges::InFlight => {
@@ -546,9 +554,6 @@ impl PartialReplica {
                     }
                 }
             });
-        }
-        if waiting == Waiting::Holders && is_in_flight && state.demand(ranges) {
-            self.wants_changed.notify_one();
         }
         match (claimed.is_empty(), is_in_flight) {
             (false, _) => MissingRanges::Claimed(FetchClaim { replica: self, ranges: claimed }),

@@ -48,7 +48,7 @@ impl Session {
             }
             Request::Discard { blobs } => {
                 if self.origin.is_local() {
-                    return Err(Error::new(ErrorKind::Refused, "only daemons say that"));
+                    return Err(Error::new(ErrorKind::Refused, "only daemons send `discard`"));
                 }
                 self.state.discard(&blobs)?;
                 Reply::Done
@@ -92,7 +92,7 @@ impl Session {
         let Some((_, len)) = remote.filter(|_| state.pool.span(blob).is_none()) else { return };
         let replicas = &state.volume.replicas;
         replicas.prepare(blob, len, &*state.control_plane).await;
-        replicas.want(blob, ranges);
+        replicas.request_ranges(blob, ranges);
     }
 
     /// Reads ranges of a blob, from memory or through this daemon from another one.

@@ -21,6 +21,7 @@ use crate::fanout::{
     FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, PresentPieces, Source, Wants,
 };
 use crate::io::exec::run_blocking;
+use crate::io::sync::MutexGuard;
 use crate::net::tls::Endpoint;
 use crate::net::wire;
 
@@ -95,12 +96,10 @@ struct SharedClaims<'a> {
 impl SharedClaims<'_> {
     /// Ends the fetch if it has all that it has claimed, or if the replica is evicted. Returns whether it has ended.
     fn release_if_done(&mut self) -> bool {
-        let mut state = self.replica.state();
-        self.is_released = state.claimed.is_empty() || state.is_evicted;
-        if self.is_released {
-            state.end_shared_fetch();
-            drop(state);
-            self.replica.changed.notify_waiters();
+        let state = self.replica.state();
+        if state.claimed.is_empty() || state.is_evicted {
+            self.replica.end_shared_fetch(state);
+            self.is_released = true;
         }
         self.is_released
     }
@@ -109,10 +108,7 @@ impl SharedClaims<'_> {
 impl Drop for SharedClaims<'_> {
     fn drop(&mut self) {
         if !self.is_released {
-            let mut state = self.replica.state();
-            state.end_shared_fetch();
-            drop(state);
-            self.replica.changed.notify_waiters();
+            self.replica.end_shared_fetch(self.replica.state());
         }
     }
 }
@@ -167,6 +163,7 @@ impl SharedFetch {
                 let delay = delays.next().unwrap_or(LAST_ANNOUNCE_DELAY);
                 announcements.spawn(self.announce(delay, false));
             }
+            self.publish_owned();
             self.take_demands();
             while let Some(request) = self.plan.next_request(self.started.elapsed()) {
                 requests.spawn(self.fetch_piece(request));
@@ -214,18 +211,19 @@ impl SharedFetch {
         Ok(())
     }
 
-    /// Tells other daemons what comes from a holder, and requests next what they wait for.
+    /// Sets the bytes that come from a holder. Reads of other daemons wait for these.
+    fn publish_owned(&mut self) {
+        let Some(pieces) = self.plan.new_holder_pieces() else { return };
+        let mut state = self.replica.state();
+        let State { claimed, owned, .. } = &mut *state;
+        let runs = pieces.into_iter().map(|piece| self.pieces.range(piece));
+        owned.clear();
+        owned.extend(runs.flat_map(|run| clipped(claimed, &run).collect::<Vec<_>>()));
+    }
+
+    /// Has the pieces requested next that other daemons wait for.
     fn take_demands(&mut self) {
-        let demanded = {
-            let mut state = self.replica.state();
-            if let Some(owned) = self.plan.new_holder_pieces() {
-                let runs = owned.iter().map(|piece| self.pieces.range(*piece));
-                let State { claimed, owned, .. } = &mut *state;
-                owned.clear();
-                owned.extend(runs.flat_map(|run| clipped(claimed, &run).collect::<Vec<_>>()));
-            }
-            std::mem::take(&mut state.demanded)
-        };
+        let demanded = std::mem::take(&mut self.replica.state().demanded);
         for offset in demanded {
             if let Some(piece) = self.pieces.containing(&(offset..offset + 1)) {
                 self.plan.prioritize(piece);
@@ -355,6 +353,13 @@ impl SharedFetch {
 }
 
 impl PartialReplica {
+    /// Ends the shared fetch. Readers fetch the bytes that it has claimed.
+    fn end_shared_fetch(&self, mut state: MutexGuard<'_, State>) {
+        state.end_shared_fetch();
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
     /// Returns the pieces of the archive. `None` if it cannot be shared.
     async fn pieces(
         self: &Arc<Self>,

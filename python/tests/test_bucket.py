@@ -93,9 +93,11 @@ tssd.Store({url!r}).put_state_dict(weights, "policy")
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     deadline = time.monotonic() + 60
-    while server.count_pending_uploads() == 0:
+    # The marker follows the upload. An upload without a marker is not found by the next writer.
+    while not any("/.tmp-" in name for name in server.object_names(url)):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
+    assert server.count_pending_uploads() == 1
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -2,7 +2,7 @@
 //!
 //! The daemons that fetch an archive at the same time are *fetchers*. Each piece has one *owner* among them, by a hash
 //! of the piece and the fetcher (rendezvous hashing), and all fetchers own equally many pieces. The owner fetches the
-//! piece from a *holder*, a daemon that has the whole archive. The others fetch it from the owner. So a holder sends
+//! piece from a *holder*, a daemon that has the whole archive, or the bucket. The others fetch it from the owner. So a holder sends
 //! each piece once, and each fetcher passes on its share.
 //!
 //! A fetcher can want parts of pieces: columns of a tensor are parts of all its pieces. Fetchers that want the same
@@ -34,6 +34,9 @@ const MANY_FETCHERS: usize = 8;
 /// Number of pieces that a daemon without fetchers requests from the holders at the same time.
 const ALONE_WINDOW: usize = 8;
 
+/// Number of pieces that a daemon requests from the bucket at the same time.
+const BUCKET_WINDOW: usize = 8;
+
 /// Number of pieces after which a daemon without fetchers requests one more at the same time.
 const PIECES_PER_STEP: usize = 4;
 
@@ -52,8 +55,12 @@ const SLOW_FACTOR: u32 = 6;
 /// A fetcher is not slow before this time.
 const MIN_SLOW: Duration = Duration::from_millis(500);
 
-/// A fetcher is slow after this time if no fetcher has sent a piece yet.
+/// A fetcher is slow after this time if no fetcher has sent a piece yet, or after [`SLOW_HOLDER_FACTOR`] times the time that
+/// a holder took for a piece.
 const FIRST_SLOW: Duration = Duration::from_secs(2);
+
+/// See [`FIRST_SLOW`]. Before it has sent a piece, a fetcher waits for it, and for those that were requested before.
+const SLOW_HOLDER_FACTOR: u32 = 4;
 
 /// Time for which a slow fetcher is avoided. Its requests in flight count after it too.
 const SLOW_PAUSE: Duration = Duration::from_secs(2);
@@ -129,6 +136,15 @@ impl PresentPieces {
     }
 }
 
+/// The kind of the holders of an archive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// Daemons. Their uplinks limit the fetchers together.
+    Daemons,
+    /// A bucket. It answers many requests at once, each after a while.
+    Bucket,
+}
+
 /// Where to fetch a piece from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Source {
@@ -160,6 +176,7 @@ pub(crate) struct FetchPlan {
     own: FetcherId,
     /// Number of all pieces of the archive.
     pieces: PieceNumber,
+    holder: Holder,
     wants: Wants,
     fetchers: Vec<Fetcher>,
     /// Fetchers that are no source: until a time if they were slow, else always.
@@ -180,6 +197,8 @@ pub(crate) struct FetchPlan {
     fetched: usize,
     /// Number of pieces that fetchers have sent, and the sum of the times that they took since the piece before.
     intervals: (u32, Duration),
+    /// The longest time that a holder took for a piece.
+    holder_time: Duration,
     /// When each fetcher has sent its last piece.
     last_sent: BTreeMap<FetcherId, Duration>,
     /// Whether pieces have got sources anew since [`FetchPlan::new_holder_pieces`] was called.
@@ -190,10 +209,11 @@ impl FetchPlan {
     /// Creates the plan to fetch pieces of an archive that has `pieces`, with no fetchers. It fetches nothing yet.
     ///
     /// `own` identifies this daemon.
-    pub(crate) fn new(own: FetcherId, pieces: PieceNumber) -> Self {
+    pub(crate) fn new(own: FetcherId, pieces: PieceNumber, holder: Holder) -> Self {
         Self {
             own,
             pieces,
+            holder,
             wants: Wants::Parts(Arc::new([])),
             fetchers: Vec::new(),
             avoided: BTreeMap::new(),
@@ -206,6 +226,7 @@ impl FetchPlan {
             demanded: BTreeSet::new(),
             fetched: 0,
             intervals: (0, Duration::ZERO),
+            holder_time: Duration::ZERO,
             last_sent: BTreeMap::new(),
         }
     }
@@ -311,6 +332,7 @@ impl FetchPlan {
     /// Returns whether a source can be asked for one more piece.
     fn has_room(&self, source: Source) -> bool {
         let window = match source {
+            Source::Holder if self.holder == Holder::Bucket => BUCKET_WINDOW,
             Source::Holder if self.fetchers.is_empty() => self.alone_window(),
             Source::Holder if self.fetchers.len() < MANY_FETCHERS => HOLDER_WINDOW,
             Source::Holder => 1,
@@ -364,10 +386,15 @@ impl FetchPlan {
     pub(crate) fn complete(&mut self, request: PieceRequest, now: Duration) {
         if let Some(since) = self.end(request) {
             self.fetched += 1;
-            if let Source::Fetcher(fetcher) = request.source {
-                self.intervals.0 += 1;
-                self.intervals.1 += now.saturating_sub(self.waiting_since(fetcher, since));
-                self.last_sent.insert(fetcher, now);
+            match request.source {
+                Source::Holder => {
+                    self.holder_time = self.holder_time.max(now.saturating_sub(since));
+                }
+                Source::Fetcher(fetcher) => {
+                    self.intervals.0 += 1;
+                    self.intervals.1 += now.saturating_sub(self.waiting_since(fetcher, since));
+                    self.last_sent.insert(fetcher, now);
+                }
             }
         }
         self.missing.remove(&request.piece);
@@ -400,7 +427,12 @@ impl FetchPlan {
     fn avoid_slow_fetchers(&mut self, now: Duration) {
         let (count, sum) = self.intervals;
         let mean = sum.checked_div(count);
-        let limit = mean.map_or(FIRST_SLOW, |mean| (mean * SLOW_FACTOR).max(MIN_SLOW));
+        let limit = match (mean, self.holder) {
+            (Some(mean), Holder::Daemons) => (mean * SLOW_FACTOR).max(MIN_SLOW),
+            // A slow bucket delays all fetchers. More requests would make it slower.
+            (Some(mean), Holder::Bucket) => (mean * SLOW_FACTOR).max(self.first_slow(now)),
+            (None, _) => self.first_slow(now),
+        };
         let before = self.avoided.clone();
         self.avoided.retain(|_, until| until.is_none_or(|until| until > now));
         for (request, requested) in &self.in_flight {
@@ -413,6 +445,14 @@ impl FetchPlan {
         if !self.avoided.keys().eq(before.keys()) {
             self.assign();
         }
+    }
+
+    /// Returns the time after which a fetcher is slow if no fetcher has sent a piece yet.
+    fn first_slow(&self, now: Duration) -> Duration {
+        let from_holder = self.in_flight.iter().filter(|(it, _)| it.source == Source::Holder);
+        let waiting = from_holder.map(|(_, requested)| now.saturating_sub(*requested)).max();
+        let holder_time = self.holder_time.max(waiting.unwrap_or_default());
+        (holder_time * SLOW_HOLDER_FACTOR).max(FIRST_SLOW)
     }
 
     /// Queues the missing pieces that no usable source was asked for.
@@ -521,7 +561,7 @@ mod tests {
 
     /// Returns the plan of a daemon that wants and misses all of an archive.
     fn plan(own: FetcherId, pieces: PieceNumber) -> FetchPlan {
-        let mut plan = FetchPlan::new(own, pieces);
+        let mut plan = FetchPlan::new(own, pieces, Holder::Daemons);
         plan.set_wants(Wants::Archive, (0..pieces).map(|piece| (piece, Part::WHOLE)));
         plan
     }
@@ -575,7 +615,7 @@ mod tests {
         let plans: BTreeMap<FetcherId, _> = all
             .iter()
             .map(|fetcher| {
-                let mut plan = FetchPlan::new(fetcher.id, 500);
+                let mut plan = FetchPlan::new(fetcher.id, 500, Holder::Daemons);
                 let missing = (0..500).map(|piece| (piece, fetcher.wants.part(piece)));
                 let missing = missing.filter(|(_, part)| *part != Part::NOTHING);
                 plan.set_wants(fetcher.wants.clone(), missing);
@@ -689,6 +729,24 @@ mod tests {
             }
             assert!(now < Duration::from_secs(30));
         }
+    }
+
+    /// On slow links the first pieces come late, from all sources.
+    #[test]
+    fn fetchers_are_not_slow_if_the_holder_is() {
+        let mut plan = plan(7, 40);
+        plan.set_fetchers(fetchers(&[1]));
+        let requests: Vec<PieceRequest> =
+            std::iter::from_fn(|| plan.next_request(Duration::ZERO)).collect();
+        let now = Duration::from_secs(5);
+        assert!(plan.next_request(now).is_none() && plan.avoided_count() == 0);
+        for request in requests.iter().filter(|it| it.source == Source::Holder) {
+            plan.complete(*request, now);
+        }
+        while plan.next_request(now * 4).is_some() {}
+        assert_eq!(plan.avoided_count(), 0);
+        while plan.next_request(now * 5).is_some() {}
+        assert_eq!(plan.avoided_count(), 1);
     }
 
     #[test]

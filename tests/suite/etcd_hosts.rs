@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use tssd_format::{StateDict, Tensor};
+use tssd_format::{Dtype, StateDict, Storage, Tensor, TensorMeta};
 use tssd_store::blocking::Store;
 use tssd_store::ledger::{Reason, Refusal};
 use tssd_store::{Credentials, Durability, ErrorKind, GetOptions, Key, PutOptions};
@@ -246,6 +246,55 @@ fn versions_in_bucket_outlive_hosts() {
     assert_eq!(read_step(&store, None, 2).unwrap(), 1);
     publish_with_durability(std::slice::from_ref(&store), 2, Durability::Object);
     assert_eq!(read_step(&Store::connect(&url).unwrap(), None, 1).unwrap(), 2);
+}
+
+/// Hosts that restore an archive at once read each byte of the bucket about once, and exchange the rest.
+#[test]
+fn hosts_restore_versions_from_bucket_together() {
+    let (etcd, bucket) = (Etcd::start(1), tempfile::tempdir().unwrap());
+    let url = format!("file:{}", bucket.path().display());
+    let elements = 96 << 20;
+    let noise: Vec<u8> = (0..elements / 8_u64)
+        .flat_map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes())
+        .collect();
+    let meta = TensorMeta::new(Dtype::Uint8, &[elements]).unwrap();
+    let mut dict = StateDict::new();
+    dict.insert("weight", Tensor::new(meta, Storage::from(noise), 0).unwrap());
+    Store::connect(&url).unwrap().put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
+    let start_host = || {
+        TestDaemon::with_options(1 << 30, |options| {
+            options.meta = Some(etcd.url());
+            options.bucket = Some(url.clone());
+        })
+    };
+    let get = |host: &TestDaemon| {
+        host.connect().get_state_dict(&key(), &GetOptions::default()).unwrap().0
+    };
+    let restored =
+        |host: &TestDaemon| host.metric(r#"tssd_restored_bytes_total{reason="no_replica"}"#);
+    let hosts = [(); 4].map(|()| start_host());
+    let start = std::sync::Barrier::new(hosts.len());
+    std::thread::scope(|scope| {
+        for host in &hosts {
+            scope.spawn(|| {
+                start.wait();
+                assert!(get(host) == dict);
+            });
+        }
+    });
+    let total: f64 = hosts.iter().map(restored).sum();
+    assert!((100e6..150e6).contains(&total), "{total}");
+    assert!(hosts.iter().all(|host| restored(host) > 5e6));
+    // A host that comes later gets nearly all from the others.
+    let late = start_host();
+    assert!(get(&late) == dict);
+    assert!(restored(&late) < 10e6, "{}", restored(&late));
+    // If the others are lost, the bucket has everything.
+    drop(hosts);
+    let last = start_host();
+    drop(late);
+    assert!(get(&last) == dict);
+    assert!(restored(&last) > 90e6, "{}", restored(&last));
 }
 
 #[test]

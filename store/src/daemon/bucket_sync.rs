@@ -16,14 +16,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 
 use self::upload::Upload;
 pub(crate) use self::upload::UploadReceiver;
-use crate::blob::Volume;
+use crate::blob::{OpenArchive, Volume};
 use crate::control::{ArchivePlacement, CommittedContribution};
 use crate::daemon::bucket_sync::rate_limiter::RateLimiter;
 use crate::daemon::bucket_sync::reconcile::reconcile;
-use crate::daemon::replicas::Replicas;
+use crate::daemon::remote_blobs::BucketSource;
+use crate::daemon::replicas::{MIN_SHARED_BYTES, Replicas};
 use crate::engine::address::open_shared_store;
 use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
@@ -33,8 +35,9 @@ use crate::io::sync::{AsyncMutex, Lock, MutexGuard, boxed, watch};
 use crate::key::Key;
 use crate::ledger::{Refusal, Selector, VersionId};
 use crate::metadata::Ledgers;
+use crate::net::tls::Endpoint;
 use crate::net::wire::Failure;
-use crate::shm::Pool;
+use crate::shm::{BlobWriter, Pool};
 use crate::status::UploadStatus;
 
 /// Maximum number of versions of a key that are uploaded or queued. A put of another version waits.
@@ -48,6 +51,17 @@ const MAX_UPLOADS: usize = 4;
 
 /// Time to wait for the memory of a version that is restored.
 const MEMORY_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// Maximum number of archives of a version that are restored together with other daemons at the same time.
+const MAX_RESTORES: usize = 4;
+
+/// Number of daemons that list those that restore a blob.
+///
+/// A daemon that is started later may become one of them. The other one still knows all.
+const REGISTRIES: usize = 2;
+
+/// Time to wait for the list of daemons. Without it, a blob is restored alone.
+const HOSTS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Number of tries to restore blobs while other tasks restore blobs of the same version.
 const RESTORE_TRIES: u32 = 3;
@@ -456,12 +470,19 @@ impl BucketReplicator {
         let missing: Vec<_> = missing.collect();
         // Memory for all blobs is allocated first: two restores that hold part of their memory could deadlock.
         let (deadline, mut allocated) = (tokio::time::Instant::now() + MEMORY_TIMEOUT, Vec::new());
+        let hosts = self.restoring_hosts().await;
         for ((name, reason), archived) in missing {
             let failed =
                 |error| Error::io(format_args!("`{name}` of `{}`", self.bucket_url), error);
             let len = archived.blob().size().map_err(failed)?;
+            let is_shared = hosts.len() > 1 && len >= MIN_SHARED_BYTES;
             let timeout = tokio::time::sleep_until(deadline);
-            let write = |pool: &Arc<Pool>| pool.begin_blob(len);
+            let write = |pool: &Arc<Pool>| {
+                if is_shared {
+                    return Ok(self.replicas.allocate(&name, len)?.map(|()| None));
+                }
+                Ok(pool.begin_blob(len)?.map(Some))
+            };
             let writing = self.replicas.with_memory(&self.local, timeout, write).await;
             let writing = writing.map_err(failed)?.map_err(|exhausted| {
                 let text = format_args!(
@@ -473,24 +494,89 @@ impl BucketReplicator {
             })?;
             allocated.push((name, reason, archived, writing, len));
         }
-        for (plan_fingerprint, reason, archived, mut writing, len) in allocated {
-            let pool = self.pool.clone();
-            self.bucket
-                .run_on_volume(move |_| {
-                    let failed = |error| Error::io(&plan_fingerprint, error);
-                    archived.blob().read_exact_at(writing.bytes_mut(), 0).map_err(failed)?;
-                    match writing.publish(&plan_fingerprint) {
-                        // The deletion takes effect with the last lease of the version.
-                        Ok(()) => pool.delete(&plan_fingerprint),
-                        // The blob was copied from another daemon meanwhile.
-                        Err(_) if pool.span(&plan_fingerprint).is_some() => {}
-                        Err(error) => return Err(failed(error)),
-                    }
-                    Ok(())
-                })
-                .await?;
-            *self.lock_counts().restored_bytes.entry(reason).or_default() += len;
+        let (mut restores, permits) = (JoinSet::new(), Arc::new(Semaphore::new(MAX_RESTORES)));
+        for (name, reason, archived, writing, len) in allocated {
+            let Some(writing) = writing else {
+                let source = Arc::new(self.bucket_source(&name, &archived, &hosts).await);
+                let (replicas, permits) = (self.replicas.clone(), permits.clone());
+                restores.spawn(boxed(async move {
+                    let _permit = permits.acquire_owned().await;
+                    replicas.restore(&name, len, source).await.map(|bytes| (reason, bytes))
+                }));
+                continue;
+            };
+            self.copy_blob(name, archived, writing).await?;
+            self.count_restored(reason, len);
         }
-        Ok(())
+        // All of them, also after an error: each has its bucket recorded until it ends.
+        let mut outcome = Ok(());
+        while let Some(restored) = restores.join_next().await {
+            let failed = |error| Error::io(&self.bucket_url, std::io::Error::other(error));
+            match restored.map_err(failed).and_then(|restored| restored) {
+                Ok((reason, bytes)) => self.count_restored(reason, bytes),
+                Err(error) => outcome = Err(error),
+            }
+        }
+        outcome
+    }
+
+    fn count_restored(&self, reason: RestoreReason, bytes: u64) {
+        *self.lock_counts().restored_bytes.entry(reason).or_default() += bytes;
+    }
+
+    /// Copies a blob from the bucket into memory of the pool.
+    async fn copy_blob(
+        &self,
+        name: String,
+        archived: OpenArchive,
+        mut writing: BlobWriter,
+    ) -> Result<()> {
+        let pool = self.pool.clone();
+        self.bucket
+            .run_on_volume(move |_| {
+                let failed = |error| Error::io(&name, error);
+                archived.blob().read_exact_at(writing.bytes_mut(), 0).map_err(failed)?;
+                match writing.publish(&name) {
+                    // The deletion takes effect with the last lease of the version.
+                    Ok(()) => pool.delete(&name),
+                    // The blob was copied from another daemon meanwhile.
+                    Err(_) if pool.span(&name).is_some() => {}
+                    Err(error) => return Err(failed(error)),
+                }
+                Ok(())
+            })
+            .await
+    }
+
+    /// Returns the addresses of the daemons that have the same bucket. Fewer than two: blobs are restored alone.
+    async fn restoring_hosts(&self) -> Vec<Endpoint> {
+        let hosts = tokio::time::timeout(HOSTS_TIMEOUT, self.local.hosts()).await;
+        let hosts = hosts.ok().and_then(Result::ok).unwrap_or_default();
+        hosts.iter().filter_map(|host| host.address.parse().ok()).collect()
+    }
+
+    /// Returns the source of a blob that this daemon restores together with other daemons.
+    async fn bucket_source(
+        &self,
+        name: &str,
+        archived: &OpenArchive,
+        hosts: &[Endpoint],
+    ) -> BucketSource {
+        // All daemons find the same ones first.
+        let hash =
+            |host: &&Endpoint| *blake3::hash(format!("{name}\0{host}").as_bytes()).as_bytes();
+        let mut hosts: Vec<&Endpoint> = hosts.iter().collect();
+        hosts.sort_by_cached_key(hash);
+        let (remote_blobs, now) = (self.replicas.remote_blobs(), Instant::now());
+        let mut registries = Vec::new();
+        for host in hosts {
+            if remote_blobs.own() == Some(host) || remote_blobs.is_reachable(host, now).await {
+                registries.push(host.clone());
+            }
+            if registries.len() == REGISTRIES {
+                break;
+            }
+        }
+        BucketSource::new(archived.to_blob(), registries)
     }
 }

@@ -26,6 +26,9 @@ const MAX_TABLES_BYTES: usize = 4 << 20;
 /// Number of blobs from which on those without daemons are removed.
 const CLEANUP_BLOBS: usize = 256;
 
+/// Largest number of blobs with daemons. No daemons are listed for others.
+const MAX_BLOBS: usize = 16 << 10;
+
 /// The daemons that fetch blobs of this one, or parts of them.
 #[derive(Default)]
 pub(crate) struct Fetchers(Lock<BTreeMap<String, BTreeMap<Endpoint, Announcement>>>);
@@ -62,6 +65,9 @@ impl Fetchers {
                 fetchers.retain(|_, announcement| announcement.is_current(now));
             }
             blobs.retain(|_, fetchers| !fetchers.is_empty());
+            if blobs.len() >= MAX_BLOBS {
+                return (BlobFetchers::default(), Vec::new());
+            }
         }
         let fetchers = blobs.entry(blob.to_owned()).or_default();
         fetchers.retain(|_, announcement| announcement.is_current(now));

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Semaphore};
-use tssd_format::checksum;
+use tssd_format::{Blob, checksum};
 
 use crate::blob::RemoteArchive;
+use crate::daemon::chunk_verifier::{ChunkVerifier, gather};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard};
@@ -97,7 +99,7 @@ pub(crate) struct ReplicaLocation {
     pub(crate) kind: ReplicaKind,
 }
 
-/// The other daemons that fetch a blob or parts of it, as its origin knows them.
+/// The other daemons that fetch a blob or parts of it, as its registry knows them.
 pub(crate) struct Announced {
     pub(crate) fetchers: Vec<(Endpoint, BlobFetcher)>,
     /// Number of tables of what they want.
@@ -106,6 +108,21 @@ pub(crate) struct Announced {
     pub(crate) crc32: u32,
     /// The tables. Empty if they are known already.
     pub(crate) data: Vec<u8>,
+}
+
+impl Announced {
+    /// Adds the daemons that another registry knows, if they want the whole blob.
+    ///
+    /// Only blobs that are restored have several registries, and they are restored as a whole.
+    pub(crate) fn merge(&mut self, other: Self) {
+        for (endpoint, fetcher) in other.fetchers {
+            match self.fetchers.iter_mut().find(|(known, _)| *known == endpoint) {
+                Some((_, known)) => known.is_complete |= fetcher.is_complete,
+                None if fetcher.table.is_none() => self.fetchers.push((endpoint, fetcher)),
+                None => {}
+            }
+        }
+    }
 }
 
 /// Another daemon.
@@ -120,11 +137,60 @@ struct Peer {
 
 /// A blob that other daemons store.
 struct RemoteBlob {
-    /// Locations in the order in which reads try them. There is at least one.
+    /// Locations in the order in which reads try them. There is one, or `bucket`.
     locations: Vec<ReplicaLocation>,
     len: u64,
+    /// The blob in the bucket, while this daemon restores it. Reads then do not ask other daemons.
+    bucket: Option<Arc<BucketSource>>,
     /// Number of references to this entry.
     references: u64,
+}
+
+/// A blob in the bucket, which daemons restore together.
+pub(crate) struct BucketSource {
+    blob: Arc<dyn Blob>,
+    verifier: ChunkVerifier,
+    /// The daemons that list those that restore the blob.
+    registries: Vec<Endpoint>,
+    read_bytes: AtomicU64,
+}
+
+impl BucketSource {
+    pub(crate) fn new(blob: Arc<dyn Blob>, registries: Vec<Endpoint>) -> Self {
+        Self { blob, verifier: ChunkVerifier::default(), registries, read_bytes: AtomicU64::new(0) }
+    }
+
+    /// Returns the number of bytes that were read from the bucket.
+    pub(crate) fn read_bytes(&self) -> u64 {
+        self.read_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Reads ranges. If `verify` is true, verifies the chunks that contain them first.
+    async fn read(
+        self: Arc<Self>,
+        name: &str,
+        ranges: &[Range],
+        verify: bool,
+    ) -> Result<(Bytes, ReadChecksum)> {
+        let (name, ranges) = (name.to_owned(), ranges.to_vec());
+        run_blocking(move || {
+            if verify {
+                self.verifier.verify(&name, &self.blob, &ranges)?;
+            }
+            let data = gather(&*self.blob, &ranges)?.pieces().concat();
+            let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+            self.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+            let crc32 = verify.then(|| checksum(&data));
+            Ok((data.into(), ReadChecksum { crc32 }))
+        })
+        .await
+    }
+}
+
+impl RemoteBlob {
+    fn new(len: u64) -> Self {
+        Self { locations: Vec::new(), len, bucket: None, references: 0 }
+    }
 }
 
 impl RemoteBlobIndex {
@@ -147,10 +213,32 @@ impl RemoteBlobIndex {
     /// `locations` must not be empty.
     pub(crate) fn add_reference(&self, name: &str, locations: &[ReplicaLocation], len: u64) {
         let mut inner = self.inner();
-        let new = || RemoteBlob { locations: Vec::new(), len, references: 0 };
-        let blob = inner.blobs.entry(name.to_owned()).or_insert_with(new);
+        let blob = inner.blobs.entry(name.to_owned()).or_insert_with(|| RemoteBlob::new(len));
         blob.locations = locations.to_vec();
         blob.references += 1;
+    }
+
+    /// Adds a reference to a blob of `len` bytes that is restored from the bucket.
+    ///
+    /// Reads of it come from the bucket until [`RemoteBlobIndex::remove_bucket`] is called.
+    pub(crate) fn add_bucket(&self, name: &str, source: Arc<BucketSource>, len: u64) {
+        let mut inner = self.inner();
+        let blob = inner.blobs.entry(name.to_owned()).or_insert_with(|| RemoteBlob::new(len));
+        blob.bucket = Some(source);
+        blob.references += 1;
+    }
+
+    /// Ends the reads from the bucket, and removes the reference of [`RemoteBlobIndex::add_bucket`].
+    pub(crate) fn remove_bucket(&self, name: &str) {
+        if let Some(blob) = self.inner().blobs.get_mut(name) {
+            blob.bucket = None;
+        }
+        self.remove_reference(name);
+    }
+
+    /// Returns the source in the bucket of a blob that is restored.
+    pub(crate) fn bucket(&self, name: &str) -> Option<Arc<BucketSource>> {
+        self.inner().blobs.get(name)?.bucket.clone()
     }
 
     /// Removes a reference. The last one removes the entry.
@@ -189,8 +277,14 @@ impl RemoteBlobIndex {
     /// Returns the names of the blobs that begin with a prefix.
     pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
         let inner = self.inner();
-        let names = inner.blobs.range(prefix.to_owned()..).map(|(name, _)| name);
-        names.take_while(|name| name.starts_with(prefix)).cloned().collect()
+        let blobs = inner.blobs.range(prefix.to_owned()..);
+        let blobs = blobs.take_while(|(name, _)| name.starts_with(prefix));
+        blobs.filter(|(_, blob)| !blob.locations.is_empty()).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Returns the length in bytes of a blob that this daemon reads from others, or restores from the bucket.
+    pub(crate) fn len(&self, name: &str) -> Option<u64> {
+        Some(self.inner().blobs.get(name)?.len)
     }
 
     /// Returns the first location of a blob, and its length in bytes.
@@ -198,6 +292,14 @@ impl RemoteBlobIndex {
         let inner = self.inner();
         let blob = inner.blobs.get(name)?;
         Some((blob.locations.first()?.clone(), blob.len))
+    }
+
+    /// Opens a blob that is restored in the bucket, and another one at its first location.
+    pub(crate) fn open_source(&self, name: &str) -> Option<Arc<dyn Blob>> {
+        match self.bucket(name) {
+            Some(bucket) => Some(bucket.blob.clone()),
+            None => Some(Arc::new(self.open(name)?)),
+        }
     }
 
     /// Opens a blob at its first location.
@@ -236,6 +338,9 @@ impl RemoteBlobIndex {
         ranges: &[Range],
         verify: bool,
     ) -> Result<(Bytes, ReadChecksum)> {
+        if let Some(bucket) = self.bucket(name) {
+            return bucket.read(name, ranges, verify).await;
+        }
         let (blob, ranges) = (name.to_owned(), ranges.to_vec());
         let read = move |connections: &ConnectionPool| {
             read_from(connections, &blob, ranges.clone(), verify)
@@ -251,13 +356,17 @@ impl RemoteBlobIndex {
     ///
     /// As [`RemoteBlobIndex::read`].
     pub(crate) async fn checksum(&self, name: &str, ranges: &[Range]) -> Result<u32> {
-        let (blob, ranges) = (name.to_owned(), ranges.to_vec());
-        let call = move |connections: &ConnectionPool| {
-            let sum = connections.checksum_ranges(&blob, ranges.clone())?;
-            let text = format_args!("a daemon sent no checksum of `{blob}`");
-            sum.crc32.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))
+        let sum = if let Some(bucket) = self.bucket(name) {
+            bucket.read(name, ranges, true).await?.1
+        } else {
+            let (blob, ranges) = (name.to_owned(), ranges.to_vec());
+            let call = move |connections: &ConnectionPool| {
+                connections.checksum_ranges(&blob, ranges.clone())
+            };
+            self.call_holder(name, call).await?.0
         };
-        self.call_holder(name, call).await.map(|(sum, _)| sum)
+        let text = format_args!("a daemon sent no checksum of `{name}`");
+        sum.crc32.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))
     }
 
     /// Calls the first daemon that has a blob, and the next one if it fails. Returns the kind of its replica too.
@@ -313,24 +422,30 @@ impl RemoteBlobIndex {
         *self.inner().traffic.read_bytes.entry(kind).or_default() += bytes;
     }
 
-    /// Returns the daemon where a blob was put, if it is known.
-    pub(crate) fn origin(&self, name: &str) -> Option<Endpoint> {
+    /// Returns the daemons that list those that fetch a blob: the one where it was put.
+    ///
+    /// For a blob that is restored these are those of its [`BucketSource`].
+    pub(crate) fn registries(&self, name: &str) -> Vec<Endpoint> {
         let inner = self.inner();
-        let mut locations = inner.blobs.get(name)?.locations.iter();
-        let origin = locations.find(|location| location.kind == ReplicaKind::Origin)?;
-        Some(origin.endpoint.clone())
+        let Some(blob) = inner.blobs.get(name) else { return Vec::new() };
+        if let Some(bucket) = &blob.bucket {
+            return bucket.registries.clone();
+        }
+        let mut locations = blob.locations.iter();
+        let origin = locations.find(|location| location.kind == ReplicaKind::Origin);
+        origin.into_iter().map(|location| location.endpoint.clone()).collect()
     }
 
-    /// Tells the origin of a blob that this daemon fetches it, or parts of it. Returns the other daemons that do.
+    /// Tells a registry of a blob that this daemon fetches it, or parts of it. Returns the other daemons that do.
     ///
     /// `parts` and `known` are those of [`ConnectionPool::announce`].
     ///
     /// # Errors
     ///
-    /// `Unsupported` if other daemons do not reach this one; the error of the origin.
+    /// `Unsupported` if other daemons do not reach this one; the error of the registry.
     pub(crate) async fn announce(
         &self,
-        origin: &Endpoint,
+        registry: &Endpoint,
         name: &str,
         is_complete: bool,
         parts: Arc<[u8]>,
@@ -339,7 +454,7 @@ impl RemoteBlobIndex {
         let Some(own) = &self.own else {
             return Err(Error::new(ErrorKind::Unsupported, "other daemons do not reach this one"));
         };
-        let connections = self.connections(origin);
+        let connections = self.connections(registry);
         let (name, address) = (name.to_owned(), own.to_string());
         let announce = move || connections.announce(&name, &address, is_complete, &parts, known);
         let (found, data) = run_blocking(announce).await?;

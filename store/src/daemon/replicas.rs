@@ -18,7 +18,8 @@ use tssd_format::Archive;
 
 use crate::control::layout::folder_of;
 use crate::daemon::control_plane::ControlPlane;
-use crate::daemon::remote_blobs::RemoteBlobIndex;
+use crate::daemon::remote_blobs::{BucketSource, RemoteBlobIndex};
+pub(crate) use crate::daemon::replicas::partial::MIN_SHARED_BYTES;
 use crate::daemon::replicas::partial::{PartialReplica, ReplicaBuffer, Waiting};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
@@ -83,6 +84,11 @@ impl Replicas {
     /// Returns the pool that contains the complete replicas.
     pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
+    }
+
+    /// Returns the index of the blobs of other daemons.
+    pub(crate) fn remote_blobs(&self) -> &RemoteBlobIndex {
+        &self.remote_blobs
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -167,6 +173,26 @@ impl Replicas {
         }
     }
 
+    /// Restores an archive of `len` bytes from the bucket, together with the other daemons that do. It has memory
+    /// allocated.
+    ///
+    /// Returns the number of bytes that this daemon has read from the bucket.
+    ///
+    /// # Errors
+    ///
+    /// As [`Replicas::complete`].
+    pub(crate) async fn restore(
+        self: &Arc<Self>,
+        name: &str,
+        len: u64,
+        source: Arc<BucketSource>,
+    ) -> Result<u64> {
+        self.remote_blobs.add_bucket(name, source.clone(), len);
+        let completed = self.complete(name).await;
+        self.remote_blobs.remove_bucket(name);
+        completed.map(|()| source.read_bytes())
+    }
+
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
         self.inner().partial.get(name).cloned()
     }
@@ -227,8 +253,9 @@ impl Replicas {
         let complete = replica.complete(&self.remote_blobs).await;
         complete.inspect_err(|_| replica.cancel_rest())?;
         if let Some(memory) = replica.take_buffer() {
-            // Once the archive is here, its origin may be forgotten.
-            let origin = self.remote_blobs.origin(&replica.name);
+            // Once the archive is here, its registries may be forgotten.
+            let registries = self.remote_blobs.registries(&replica.name);
+            let is_restored = self.remote_blobs.bucket(&replica.name).is_some();
             let (replicas, name) = (self.clone(), replica.name.clone());
             let published = run_blocking(move || replicas.publish(&name, memory)).await;
             let number = self.next_number();
@@ -236,15 +263,18 @@ impl Replicas {
             if inner.partial.get(&replica.name).is_some_and(|it| Arc::ptr_eq(it, replica)) {
                 inner.partial.remove(&replica.name);
             }
-            if let Ok(true) = published {
-                inner.complete.insert(replica.name.clone(), number);
+            match published {
+                // The deletion takes effect with the last lease of the version.
+                Ok(true) if is_restored => self.pool.delete(&replica.name),
+                Ok(true) => drop(inner.complete.insert(replica.name.clone(), number)),
+                _ => {}
             }
             drop(inner);
-            if let Some(origin) = origin.filter(|_| published.is_ok()) {
+            for registry in registries.into_iter().filter(|_| published.is_ok()) {
                 let (remote_blobs, name) = (self.remote_blobs.clone(), replica.name.clone());
                 drop(tokio::spawn(boxed(async move {
                     // Daemons that come later then fetch it from here too.
-                    let _ = remote_blobs.announce(&origin, &name, true, Arc::new([]), 0).await;
+                    let _ = remote_blobs.announce(&registry, &name, true, Arc::new([]), 0).await;
                 })));
             }
             self.changed.notify_waiters();

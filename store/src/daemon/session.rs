@@ -388,7 +388,9 @@ impl Session {
             | Request::Announce { .. }
             | Request::PresentPieces { .. }
             | Request::Discard { .. }
-            | Request::FindUnknownBlobs { .. }) => return self.handle_blobs(request, data).await,
+            | Request::FindUnknownBlobs { .. }) => {
+                return self.handle_blobs(in_flight, request, data).await;
+            }
             request @ (Request::Versions { .. }
             | Request::Keys { .. }
             | Request::Delete { .. }

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
 use super::{
-    FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, PresentPieces, Source, Wants,
+    FetchPlan, Fetcher, FetcherId, Holder, Part, PieceNumber, PieceRequest, PresentPieces, Source,
+    Wants,
 };
 
 /// Time from a request to the first byte.
@@ -121,7 +122,7 @@ impl Fleet {
 
     fn run(&self) -> Outcome {
         let plan = |number| {
-            let mut plan = FetchPlan::new(fetcher_id(number), self.pieces);
+            let mut plan = FetchPlan::new(fetcher_id(number), self.pieces, Holder::Daemons);
             plan.set_wants(Wants::Archive, (0..self.pieces).map(|piece| (piece, Part::WHOLE)));
             plan
         };

@@ -18,6 +18,7 @@ use crate::convert::to_usize;
 use crate::daemon::chunk_verifier::{copy_ranges, total_bytes};
 use crate::daemon::remote_blobs::RemoteBlobIndex;
 use crate::daemon::replicas::partial::pieces::Pieces;
+pub(crate) use crate::daemon::replicas::partial::shared_fetch::MIN_SHARED_BYTES;
 use crate::error::{Error, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
@@ -363,7 +364,7 @@ impl PartialReplica {
         remote_blobs: &Arc<RemoteBlobIndex>,
         ranges: &[Range],
     ) {
-        if remote_blobs.own().is_none() || self.len < shared_fetch::MIN_SHARED_BYTES {
+        if remote_blobs.own().is_none() || self.len < MIN_SHARED_BYTES {
             return;
         }
         let mut state = self.state();

@@ -5,7 +5,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::{Response, Session, semaphore_closed};
+use super::{InFlightRequest, Response, Session, semaphore_closed};
 use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
@@ -14,12 +14,23 @@ use crate::net::wire::{BlobFetchers, Data, Range, ReadChecksum, Reply, Request};
 
 impl Session {
     /// Runs a request about blobs.
-    pub(super) async fn handle_blobs(&self, request: Request, data: Bytes) -> Result<Response<'_>> {
+    pub(super) async fn handle_blobs(
+        &self,
+        in_flight: &InFlightRequest,
+        request: Request,
+        data: Bytes,
+    ) -> Result<Response<'_>> {
         let answer = match request {
             Request::Read { blob, ranges, verify, without_data } => {
                 // The other daemon counts what a process of this host reads of its archives.
-                let is_remote = self.state.volume.remote_blobs.locate(&blob).is_some();
-                let mut answer = self.read(blob, ranges, verify).await?;
+                let is_remote = self.state.volume.remote_blobs.len(&blob).is_some();
+                let read = self.read(blob, ranges, verify);
+                // A reader takes a daemon that sends nothing for a lost one.
+                let mut answer = if is_remote {
+                    self.with_keepalive(in_flight, read).await?
+                } else {
+                    read.await?
+                };
                 if without_data {
                     answer.data = Data::default();
                 }
@@ -77,8 +88,8 @@ impl Session {
         if self.origin.is_local() {
             return Err(Error::new(ErrorKind::Refused, "only daemons announce what they fetch"));
         }
-        // The names are bounded by what this daemon has.
-        if self.state.volume.locate(blob)?.is_none() {
+        // Of daemons with a bucket, one that may not have the blob lists those that restore it.
+        if self.state.volume.locate(blob)?.is_none() && self.state.replicator.is_none() {
             return Err(Error::new(ErrorKind::NotFound, format_args!("`{blob}` is not here")));
         }
         let address: Endpoint = address.parse()?;
@@ -102,8 +113,8 @@ impl Session {
         let state = self.state.clone();
         // An archive that was restored from the bucket is still listed as remote.
         let is_local = state.pool.span(&name).is_some();
-        let remote = state.volume.remote_blobs.locate(&name).filter(|_| !is_local);
-        if let Some((_, len)) = remote {
+        let remote_len = state.volume.remote_blobs.len(&name).filter(|_| !is_local);
+        if let Some(len) = remote_len {
             match self.read_remote(&name, &ranges, verify, len).await {
                 Ok(Some(answer)) => return Ok(answer),
                 // The archive is local now.

@@ -488,17 +488,23 @@ impl Connection {
 
     /// Receives a reply. Returns the number of its request, the reply, and the length of its data.
     fn receive_reply(&mut self, stop: &CancelToken) -> Result<(u64, Reply, u32)> {
-        self.deadline = Instant::now() + RESPONSE_TIMEOUT;
-        let mut header = [0; HEADER_BYTES];
-        self.read_exact(&mut header, stop)?;
-        let header = Header::parse(&header, Limits::REMOTE_DAEMON)
-            .map_err(|error| connection_lost(&error))?;
-        let mut head = vec![0; usize::try_from(header.head_len).unwrap_or_default()];
-        self.read_exact(&mut head, stop)?;
-        let reply = serde_json::from_slice(&head).map_err(|error| connection_lost(&error))?;
-        match reply {
-            Reply::Failed(failure) => Err(failure.into()),
-            reply => Ok((header.number, reply, header.data_len)),
+        loop {
+            self.deadline = Instant::now() + RESPONSE_TIMEOUT;
+            let mut header = [0; HEADER_BYTES];
+            self.read_exact(&mut header, stop)?;
+            let header = Header::parse(&header, Limits::REMOTE_DAEMON)
+                .map_err(|error| connection_lost(&error))?;
+            let mut head = vec![0; usize::try_from(header.head_len).unwrap_or_default()];
+            self.read_exact(&mut head, stop)?;
+            // A daemon that fetches what it is asked for sends empty parts meanwhile.
+            if header.kind == FrameKind::Part && header.data_len == 0 {
+                continue;
+            }
+            let reply = serde_json::from_slice(&head).map_err(|error| connection_lost(&error))?;
+            return match reply {
+                Reply::Failed(failure) => Err(failure.into()),
+                reply => Ok((header.number, reply, header.data_len)),
+            };
         }
     }
 

@@ -18,7 +18,8 @@ use super::{
 use crate::daemon::remote_blobs::{Announced, RemoteBlobIndex};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fanout::{
-    FetchPlan, Fetcher, FetcherId, Part, PieceNumber, PieceRequest, PresentPieces, Source, Wants,
+    FetchPlan, Fetcher, FetcherId, Holder, Part, PieceNumber, PieceRequest, PresentPieces, Source,
+    Wants,
 };
 use crate::io::exec::run_blocking;
 use crate::io::sync::MutexGuard;
@@ -26,7 +27,7 @@ use crate::net::tls::Endpoint;
 use crate::net::wire;
 
 /// Smallest archive that is fetched together, in bytes.
-pub(super) const MIN_SHARED_BYTES: u64 = 2 * MIN_PIECE_BYTES;
+pub(crate) const MIN_SHARED_BYTES: u64 = 2 * MIN_PIECE_BYTES;
 
 /// Delays before a daemon asks for the other daemons again.
 const ANNOUNCE_DELAYS: [Duration; 4] = [
@@ -41,6 +42,9 @@ const LAST_ANNOUNCE_DELAY: Duration = Duration::from_millis(200);
 
 /// Time that the first requests wait for the names of the other daemons.
 const FIRST_ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Time that the first request to a bucket waits for other daemons that restore the archive at the same time.
+const BUCKET_DELAY: Duration = Duration::from_millis(100);
 
 /// Interval at which the plan looks for slow daemons.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -63,16 +67,18 @@ async fn fetch(
     replica: &Arc<PartialReplica>,
     remote_blobs: &Arc<RemoteBlobIndex>,
 ) -> Result<()> {
-    let (own, origin) = (remote_blobs.own(), remote_blobs.origin(&replica.name));
-    let (Some(own), Some(origin)) = (own, origin) else { return Ok(()) };
+    let (own, registries) = (remote_blobs.own(), remote_blobs.registries(&replica.name));
+    let Some(own) = own.filter(|_| !registries.is_empty()) else { return Ok(()) };
     let Some(pieces) = replica.pieces(remote_blobs).await? else { return Ok(()) };
+    let is_in_bucket = remote_blobs.bucket(&replica.name).is_some();
+    let holder = if is_in_bucket { Holder::Bucket } else { Holder::Daemons };
     let fetch = SharedFetch {
         replica: replica.clone(),
         remote_blobs: remote_blobs.clone(),
-        plan: FetchPlan::new(fetcher_id(&replica.name, own), pieces.count()),
+        plan: FetchPlan::new(fetcher_id(&replica.name, own), pieces.count(), holder),
         pieces,
         wants: Wants::Archive,
-        origin,
+        registries,
         fetchers: Vec::new(),
         tables: (Vec::new(), 0),
         started: Instant::now(),
@@ -131,8 +137,8 @@ struct SharedFetch {
     plan: FetchPlan,
     /// What readers of this host want.
     wants: Wants,
-    /// The daemon where the archive was put.
-    origin: Endpoint,
+    /// The daemons that list the fetchers.
+    registries: Vec<Endpoint>,
     /// The addresses of the other fetchers.
     fetchers: Vec<(FetcherId, Endpoint)>,
     /// What other fetchers want, and the CRC-32 of these tables.
@@ -148,9 +154,11 @@ impl SharedFetch {
         let (mut announcements, mut polls) = (JoinSet::new(), JoinSet::new());
         let mut delays = ANNOUNCE_DELAYS.into_iter();
         self.update_wants();
-        let first = self.announce(Duration::ZERO, false);
-        if let Ok(found) = tokio::time::timeout(FIRST_ANNOUNCE_TIMEOUT, first).await {
-            self.set_fetchers(found);
+        let is_in_bucket = self.remote_blobs.bucket(&self.replica.name).is_some();
+        for delay in [Duration::ZERO, BUCKET_DELAY].iter().take(if is_in_bucket { 2 } else { 1 }) {
+            let announcement = self.announce(*delay, false);
+            let found = tokio::time::timeout(FIRST_ANNOUNCE_TIMEOUT, announcement).await;
+            self.set_fetchers(found.unwrap_or_default());
         }
         loop {
             if self.plan.is_complete() || self.replica.state().is_evicted {
@@ -238,25 +246,41 @@ impl SharedFetch {
         self.wants = wants;
     }
 
-    /// Asks the origin after a delay for the other daemons that fetch the archive. `None` without an answer.
+    /// Asks the registries after a delay for the other daemons that fetch the archive. `None` without an answer.
     fn announce(
         &self,
         delay: Duration,
         is_complete: bool,
     ) -> impl Future<Output = Option<Announced>> + 'static {
-        let (remote_blobs, origin) = (self.remote_blobs.clone(), self.origin.clone());
+        let (remote_blobs, registries) = (self.remote_blobs.clone(), self.registries.clone());
         let (name, wants, known) =
             (self.replica.name.clone(), encode_wants(&self.wants), self.tables.1);
         async move {
             tokio::time::sleep(delay).await;
-            let found = remote_blobs.announce(&origin, &name, is_complete, wants, known).await;
+            let mut announcements = JoinSet::new();
+            for registry in registries {
+                let (remote_blobs, name) = (remote_blobs.clone(), name.clone());
+                let wants = wants.clone();
+                announcements.spawn(async move {
+                    let found = remote_blobs.announce(&registry, &name, is_complete, wants, known);
+                    let failed = |error: &Error| {
+                        tracing::debug!(name, %error, "the registry names no fetchers");
+                    };
+                    found.await.inspect_err(failed).ok()
+                });
+            }
+            let mut found: Option<Announced> = None;
+            while let Some(announced) = announcements.join_next().await {
+                match (&mut found, announced.ok().flatten()) {
+                    (Some(found), Some(more)) => found.merge(more),
+                    (found, announced) => *found = found.take().or(announced),
+                }
+            }
             found
-                .inspect_err(|error| tracing::debug!(name, %error, "the origin names no fetchers"))
-                .ok()
         }
     }
 
-    /// Sets the other daemons that fetch the archive. Without an answer of the origin, the known ones stay.
+    /// Sets the other daemons that fetch the archive. Without an answer of the registry, the known ones stay.
     fn set_fetchers(&mut self, found: Option<Announced>) {
         let Some(Announced { fetchers, tables, crc32, data }) = found else { return };
         if self.tables.1 != crc32 {
@@ -368,11 +392,11 @@ impl PartialReplica {
         if let Some(pieces) = self.pieces.get() {
             return Ok(Some(pieces.clone()));
         }
-        let Some(remote) = remote_blobs.open(&self.name) else { return Ok(None) };
+        let Some(blob) = remote_blobs.open_source(&self.name) else { return Ok(None) };
         let replica = self.clone();
         run_blocking(move || {
             let failed = |error| Error::from_format(&replica.name, error);
-            let archive = Archive::from_blob(Arc::new(remote)).map_err(failed)?;
+            let archive = Archive::from_blob(blob).map_err(failed)?;
             let pieces = Pieces::of(&archive, replica.len).map(Arc::new);
             Ok(pieces.map(|pieces| replica.pieces.get_or_init(|| pieces).clone()))
         })

@@ -66,6 +66,15 @@ pub(crate) struct Args {
     /// How many bytes go there in a second at most
     #[arg(long, value_name = "SIZE", requires = "bucket")]
     bucket_rate: Option<Size>,
+    /// Maximum rate at which the daemon sends to other hosts, in bytes per second
+    #[arg(long, value_name = "SIZE", requires = "listen")]
+    send_rate: Option<Size>,
+    /// Maximum number of hosts to which the daemon sends at the same time. Others wait
+    #[arg(long, value_name = "COUNT", requires = "listen")]
+    send_hosts: Option<NonZeroU32>,
+    /// Warn if a version comes from other hosts with less than this rate, in bytes per second
+    #[arg(long, value_name = "SIZE", requires = "listen")]
+    min_fetch_rate: Option<Size>,
     /// The name by which other daemons reach this one, if that is not the address of --listen
     #[arg(long, value_name = "HOST:PORT", requires = "listen")]
     advertise: Option<String>,
@@ -111,6 +120,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.meta.clone_from(&args.meta);
     options.advertise.clone_from(&args.advertise);
     options.bucket.clone_from(&args.bucket);
+    options.send_rate = args.send_rate.map(|Size(rate)| rate);
+    options.send_hosts = args.send_hosts;
+    options.min_fetch_rate = args.min_fetch_rate.map(|Size(rate)| rate);
     options.bucket_rate = args.bucket_rate.map(|Size(rate)| rate);
     if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
         let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());

@@ -12,12 +12,14 @@ mod metrics;
 mod peers;
 mod process_watcher;
 mod proxy;
+mod rate_limiter;
 pub(crate) mod remote_blobs;
 mod replicas;
 mod reserve_fd;
 mod session;
 pub(crate) mod state;
 pub(crate) mod tiered;
+mod uplink;
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -97,6 +99,12 @@ pub struct DaemonOptions {
     pub bucket: Option<String>,
     /// Maximum upload rate to the bucket in bytes per second, for all versions together.
     pub bucket_rate: Option<u64>,
+    /// Maximum rate at which this daemon sends to other hosts, in bytes per second. If `None`, it is not limited.
+    pub send_rate: Option<u64>,
+    /// Maximum number of hosts to which this daemon sends at the same time. Others wait. If `None`, it is not limited.
+    pub send_hosts: Option<NonZeroU32>,
+    /// Rate in bytes per second below which a fetch from other hosts is slow: the daemon logs a warning.
+    pub min_fetch_rate: Option<u64>,
     /// `HOST:PORT` at which other hosts reach this daemon, if it differs from `listen`.
     pub advertise: Option<String>,
     /// Time without a client after which the daemon exits. If `None`, it does not exit by itself.
@@ -149,6 +157,9 @@ impl DaemonOptions {
             meta: None,
             bucket: None,
             bucket_rate: None,
+            send_rate: None,
+            send_hosts: None,
+            min_fetch_rate: None,
             advertise: None,
             linger: None,
         }

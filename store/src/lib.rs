@@ -67,6 +67,9 @@ pub use merge::DivergencePolicy;
 #[doc(hidden)]
 pub use merge::set_min_distributed_slices;
 pub use route::Transport;
-pub use status::{DaemonStatus, HostStatus, LeaseStatus, MemoryStatus, PeerStatus, UploadStatus};
+pub use status::{
+    DaemonStatus, FetcherStatus, HostStatus, LeaseStatus, MemoryStatus, PeerStatus, ReplicaStatus,
+    UploadStatus,
+};
 #[cfg(all(target_os = "linux", feature = "shuttle"))]
 pub use testing::schedules;

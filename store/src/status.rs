@@ -1,9 +1,13 @@
 //! The status of a daemon: its memory, connections, leases and uploads.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+/// Maximum number of versions, and of daemons that fetch them, in a status.
+pub(crate) const MAX_STATUSES: usize = 256;
 
 /// The status of a daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -24,6 +28,18 @@ pub struct DaemonStatus {
     /// The pending uploads to the bucket.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uploads: Vec<UploadStatus>,
+    /// The versions of other daemons of which it has or fetches archives, the newest fetches last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replicas: Vec<ReplicaStatus>,
+    /// The daemons that have fetched archives of it in the last 10 minutes, or fetch them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fetchers: Vec<FetcherStatus>,
+    /// CPU time of the daemon since it started.
+    #[serde(default)]
+    pub cpu_time: Duration,
+    /// Bytes that were put to the daemon, that it sent, and that it fetched, since it started.
+    #[serde(default)]
+    pub moved_bytes_total: u64,
     /// The known daemons of its store on all hosts.
     ///
     /// These are the daemons that share its ledgers, itself included, or the daemon that is its controller. The list is
@@ -33,6 +49,45 @@ pub struct DaemonStatus {
     /// The error if `hosts` cannot be determined now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hosts_error: Option<String>,
+}
+
+/// The archives of a version that a daemon has fetched or fetches.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ReplicaStatus {
+    /// The key of the version.
+    pub key: String,
+    /// The number of the version.
+    pub version: u64,
+    /// Size of these archives, in bytes.
+    pub bytes: u64,
+    /// Bytes of them that the daemon has.
+    pub present_bytes: u64,
+    /// Bytes that came from each sender: a daemon by its address, or `bucket`.
+    pub senders: BTreeMap<String, u64>,
+    /// Bytes per second: in the last two seconds, or of the whole fetch if it has ended.
+    pub bytes_per_second: u64,
+    /// Whether a fetch is slower than the daemon expects.
+    #[serde(default)]
+    pub is_slow: bool,
+    /// Time since the fetch began, or the time that it took.
+    pub duration: Duration,
+}
+
+/// A daemon that has fetched archives of a version from another one, or fetches them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct FetcherStatus {
+    /// The key of the version.
+    pub key: String,
+    /// The number of the version.
+    pub version: u64,
+    /// The address at which other hosts connect to it.
+    pub address: String,
+    /// Bytes that it has.
+    pub present_bytes: u64,
+    /// Whether it has all that it wants.
+    pub is_complete: bool,
 }
 
 /// The status of a daemon of the same store.

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -1232,6 +1233,68 @@ fn hosts_that_prefetch_at_once_pass_pieces_on() {
     late.connect().prefetch(&key(), &[], &GetOptions::default()).unwrap();
     assert!(sent(&controller) - before < 10e6, "{}", sent(&controller) - before);
     assert_eq!(get(&late.connect()), dict);
+}
+
+/// Each host knows how much it has and from where it came, and the host of the trainer knows who has it.
+#[test]
+fn status_shows_replicas_and_fetchers() {
+    let controller = TestDaemon::new(1 << 30);
+    let slow = |options: &mut DaemonOptions| {
+        options.min_fetch_rate = Some(1 << 40);
+        options.controller = Some(controller.address().to_owned());
+    };
+    let proxy_daemons = [(); 2].map(|()| TestDaemon::with_options(1 << 30, slow));
+    let generators = proxy_daemons.each_ref().map(TestDaemon::connect);
+    let (trainer, dict) = (controller.connect(), model(1, 48));
+    let version = put(&trainer, &dict, &PutOptions::default());
+    for generator in &generators {
+        generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    }
+    for (generator, daemon) in generators.iter().zip(&proxy_daemons) {
+        let status = generator.status().unwrap();
+        let [replica] = &status.replicas[..] else { panic!("{:?}", status.replicas) };
+        assert_eq!((&*replica.key, replica.version), (key().as_str(), version));
+        assert_eq!(replica.present_bytes, replica.bytes);
+        assert!(replica.bytes >= 48 * MIB && replica.bytes_per_second > 0);
+        // What came twice is counted twice.
+        assert!(replica.senders.values().sum::<u64>() >= replica.bytes, "{replica:?}");
+        let others = [&controller, &proxy_daemons[0], &proxy_daemons[1]];
+        let others = others.iter().filter(|it| it.address() != daemon.address());
+        let others: Vec<&str> = others.map(|it| it.address()).collect();
+        assert!(replica.senders.keys().all(|it| others.contains(&&**it)), "{replica:?}");
+        assert!(status.fetchers.iter().all(|fetcher| fetcher.version == version));
+        assert!(!status.cpu_time.is_zero() && status.moved_bytes_total >= replica.bytes);
+        let present =
+            format!(r#"tssd_replica_present_bytes{{key="{}",version="{version}"}}"#, key());
+        assert!(daemon.metric(&present) >= 48e6);
+    }
+    eventually(|| {
+        let fetchers = trainer.status().unwrap().fetchers;
+        fetchers.len() == 2
+            && fetchers.iter().all(|it| it.is_complete && it.present_bytes >= 48 * MIB)
+    });
+    // A version that is no longer visible is not listed.
+    trainer.delete(&key(), None).unwrap();
+    eventually(|| generators.iter().all(|it| it.status().unwrap().replicas.is_empty()));
+}
+
+/// A daemon sends to other hosts no faster than it may, and reads that wait are not lost.
+#[test]
+fn send_rate_limits_the_uplink() {
+    let controller = TestDaemon::with_options(1 << 30, |options| {
+        options.send_rate = Some(8 << 20);
+        options.send_hosts = NonZeroU32::new(1);
+    });
+    let proxy_daemons = [(); 2].map(|()| TestDaemon::with_controller(&controller));
+    let dict = model(1, 16);
+    put(&controller.connect(), &dict, &PutOptions::default());
+    let started = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        for daemon in &proxy_daemons {
+            scope.spawn(|| assert_eq!(get(&daemon.connect()), dict));
+        }
+    });
+    assert!(started.elapsed() >= Duration::from_millis(1500), "{:?}", started.elapsed());
 }
 
 /// Half of the columns of the weight of a [`model`].

@@ -40,6 +40,17 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         Size(memory.created_bytes_total),
         memory.recycled_total,
     ))?;
+    let moved = status.moved_bytes_total;
+    let megabytes = std::num::NonZeroU64::new(moved / 1_000_000);
+    let per_gigabyte = megabytes.map_or_else(String::new, |megabytes| {
+        let micros = status.cpu_time.as_micros() / u128::from(megabytes.get());
+        format!(", {}.{:03} s per GB", micros / 1000, micros % 1000)
+    });
+    print(format!(
+        "CPU: {} for {} moved{per_gigabyte}\n",
+        format_seconds(status.cpu_time),
+        Size(moved),
+    ))?;
     if memory.device_bytes > 0 {
         print(format!("memory of GPUs: {}\n", Size(memory.device_bytes)))?;
     }
@@ -55,6 +66,12 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     print(&peers)?;
     if !status.leases.is_empty() {
         print(lease_table(&status))?;
+    }
+    if !status.replicas.is_empty() {
+        print(replica_table(&status))?;
+    }
+    if !status.fetchers.is_empty() {
+        print(fetcher_table(&status))?;
     }
     for upload in &status.uploads {
         print(format!("on its way to the bucket: {upload}\n"))?;
@@ -88,6 +105,56 @@ fn lease_table(status: &DaemonStatus) -> Table {
         ]);
     }
     leases
+}
+
+/// Returns a table of the versions that the daemon has fetched or fetches: how much, from where, at which rate.
+fn replica_table(status: &DaemonStatus) -> Table {
+    let mut replicas = Table::new(&[
+        ("REPLICA", Align::Left),
+        ("VERSION", Align::Right),
+        ("PRESENT", Align::Right),
+        ("SIZE", Align::Right),
+        ("RATE", Align::Right),
+        ("TIME", Align::Right),
+        ("FROM", Align::Left),
+    ]);
+    for replica in &status.replicas {
+        let senders = replica.senders.iter();
+        let senders: Vec<String> =
+            senders.map(|(sender, bytes)| format!("{sender} {}", Size(*bytes))).collect();
+        let slow = if replica.is_slow { " (slow)" } else { "" };
+        replicas.row([
+            replica.key.clone(),
+            replica.version.to_string(),
+            Size(replica.present_bytes).to_string(),
+            Size(replica.bytes).to_string(),
+            format!("{}/s{slow}", Size(replica.bytes_per_second)),
+            format_seconds(replica.duration),
+            senders.join(", "),
+        ]);
+    }
+    replicas
+}
+
+/// Returns a table of the daemons that have fetched archives of this one, or fetch them.
+fn fetcher_table(status: &DaemonStatus) -> Table {
+    let mut fetchers = Table::new(&[
+        ("FETCHER", Align::Left),
+        ("KEY", Align::Left),
+        ("VERSION", Align::Right),
+        ("PRESENT", Align::Right),
+        ("STATE", Align::Left),
+    ]);
+    for fetcher in &status.fetchers {
+        fetchers.row([
+            fetcher.address.clone(),
+            fetcher.key.clone(),
+            fetcher.version.to_string(),
+            Size(fetcher.present_bytes).to_string(),
+            if fetcher.is_complete { "complete" } else { "fetching" }.to_owned(),
+        ]);
+    }
+    fetchers
 }
 
 /// Returns a label for a peer: its address if it is on another host, else its process ID.

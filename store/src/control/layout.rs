@@ -30,6 +30,12 @@ pub(crate) fn is_version(name: &str) -> bool {
     has_numbers && parts.next().is_some_and(is_id) && parts.next().is_none()
 }
 
+/// Returns the number of the version whose folder this is.
+pub(crate) fn version_number(folder: &str) -> Option<u64> {
+    let (_, name) = folder.rsplit_once('/')?;
+    name.split('-').nth(1)?.parse().ok()
+}
+
 /// Returns the names of the archives of a version.
 pub(crate) fn archives(version: &Version) -> Vec<String> {
     let archives = version.contributions.values().flat_map(Contribution::archives);

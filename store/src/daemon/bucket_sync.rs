@@ -6,7 +6,6 @@
 #[cfg(test)]
 #[cfg(feature = "object")]
 mod fault_tests;
-mod rate_limiter;
 mod reconcile;
 mod upload;
 
@@ -22,8 +21,8 @@ use self::upload::Upload;
 pub(crate) use self::upload::UploadReceiver;
 use crate::blob::{OpenArchive, Volume};
 use crate::control::{ArchivePlacement, CommittedContribution};
-use crate::daemon::bucket_sync::rate_limiter::RateLimiter;
 use crate::daemon::bucket_sync::reconcile::reconcile;
+use crate::daemon::rate_limiter::RateLimiter;
 use crate::daemon::remote_blobs::BucketSource;
 use crate::daemon::replicas::{MIN_SHARED_BYTES, Replicas};
 use crate::engine::address::open_shared_store;

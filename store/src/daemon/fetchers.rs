@@ -2,14 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tssd_format::checksum;
 
+use crate::daemon::replicas::{blob_key, blob_version};
 use crate::io::sync::Lock;
+use crate::key::Key;
+use crate::net::client::Announcement;
 use crate::net::tls::Endpoint;
 use crate::net::wire::{BlobFetcher, BlobFetchers};
+use crate::status::{FetcherStatus, MAX_STATUSES};
 
 /// Time for which a daemon that fetches a blob is listed. It announces itself several times in this time.
 const FETCHING_TTL: Duration = Duration::from_secs(2);
@@ -31,38 +34,34 @@ const MAX_BLOBS: usize = 16 << 10;
 
 /// The daemons that fetch blobs of this one, or parts of them.
 #[derive(Default)]
-pub(crate) struct Fetchers(Lock<BTreeMap<String, BTreeMap<Endpoint, Announcement>>>);
+pub(crate) struct Fetchers(Lock<BTreeMap<String, BTreeMap<Endpoint, Listed>>>);
 
-struct Announcement {
+/// A listed daemon.
+struct Listed {
     since: Instant,
-    is_complete: bool,
-    /// The part that it wants of each piece. Empty: it wants all.
-    parts: Arc<[u8]>,
+    announcement: Announcement,
 }
 
-impl Announcement {
+impl Listed {
     fn is_current(&self, now: Instant) -> bool {
-        let ttl = if self.is_complete { COMPLETE_TTL } else { FETCHING_TTL };
+        let ttl = if self.announcement.is_complete { COMPLETE_TTL } else { FETCHING_TTL };
         now.saturating_duration_since(self.since) < ttl
     }
 }
 
 impl Fetchers {
-    /// Lists a daemon for a blob, with the part that it wants of each piece; empty if it wants all.
-    ///
-    /// Returns the others that are listed, and the tables of what they want.
+    /// Lists a daemon for a blob. Returns the others that are listed, and the tables of what they want.
     pub(crate) fn announce(
         &self,
         blob: &str,
         address: &Endpoint,
-        is_complete: bool,
-        parts: &[u8],
+        mut announcement: Announcement,
         now: Instant,
     ) -> (BlobFetchers, Vec<u8>) {
         let mut blobs = self.0.lock();
         if blobs.len() >= CLEANUP_BLOBS && !blobs.contains_key(blob) {
             for fetchers in blobs.values_mut() {
-                fetchers.retain(|_, announcement| announcement.is_current(now));
+                fetchers.retain(|_, listed| listed.is_current(now));
             }
             blobs.retain(|_, fetchers| !fetchers.is_empty());
             if blobs.len() >= MAX_BLOBS {
@@ -70,30 +69,52 @@ impl Fetchers {
             }
         }
         let fetchers = blobs.entry(blob.to_owned()).or_default();
-        fetchers.retain(|_, announcement| announcement.is_current(now));
+        fetchers.retain(|_, listed| listed.is_current(now));
         // Most daemons want the same parts as another one.
-        let mut known = fetchers.values().map(|announcement| &announcement.parts);
-        let known = known.find(|known| ***known == *parts).cloned();
-        let parts: Arc<[u8]> = known.unwrap_or_else(|| parts.into());
-        let tables: BTreeMap<*const u8, usize> =
-            fetchers.values().map(|it| (it.parts.as_ptr(), it.parts.len())).collect();
-        let tables_fit = tables.contains_key(&parts.as_ptr())
-            || tables.values().sum::<usize>() + parts.len() <= MAX_TABLES_BYTES;
+        let mut tables = fetchers.values().map(|listed| &listed.announcement.parts);
+        if let Some(known) = tables.find(|known| **known == announcement.parts) {
+            announcement.parts = known.clone();
+        }
+        let parts = |listed: &Listed| {
+            let parts = &listed.announcement.parts;
+            (parts.as_ptr(), parts.len())
+        };
+        let tables: BTreeMap<*const u8, usize> = fetchers.values().map(parts).collect();
+        let tables_fit = tables.contains_key(&announcement.parts.as_ptr())
+            || tables.values().sum::<usize>() + announcement.parts.len() <= MAX_TABLES_BYTES;
         if (fetchers.len() < MAX_FETCHERS || fetchers.contains_key(address)) && tables_fit {
-            let announcement = Announcement { since: now, is_complete, parts };
-            fetchers.insert(address.clone(), announcement);
+            fetchers.insert(address.clone(), Listed { since: now, announcement });
         }
         list(fetchers.iter().filter(|(fetcher, _)| *fetcher != address))
+    }
+
+    /// Returns the listed daemons by version and address. At most [`MAX_STATUSES`] are returned.
+    pub(crate) fn statuses(&self, now: Instant) -> Vec<FetcherStatus> {
+        let blobs = self.0.lock();
+        let mut statuses: BTreeMap<(Key, u64, String), (u64, bool)> = BTreeMap::new();
+        for (blob, fetchers) in &*blobs {
+            let Some((key, version)) = blob_key(blob).zip(blob_version(blob)) else { continue };
+            for (address, listed) in fetchers.iter().filter(|(_, listed)| listed.is_current(now)) {
+                let Announcement { is_complete, present_bytes, .. } = listed.announcement;
+                let status = statuses.entry((key.clone(), version, address.to_string()));
+                let (present, all) = status.or_insert((0, true));
+                *present = present.saturating_add(present_bytes);
+                *all &= is_complete;
+            }
+        }
+        let status = |((key, version, address), (present_bytes, is_complete)): ((Key, _, _), _)| {
+            FetcherStatus { key: key.to_string(), version, address, present_bytes, is_complete }
+        };
+        statuses.into_iter().map(status).take(MAX_STATUSES).collect()
     }
 }
 
 /// Returns daemons, and the tables of what they want.
-fn list<'a>(
-    announcements: impl Iterator<Item = (&'a Endpoint, &'a Announcement)>,
-) -> (BlobFetchers, Vec<u8>) {
+fn list<'a>(fetchers: impl Iterator<Item = (&'a Endpoint, &'a Listed)>) -> (BlobFetchers, Vec<u8>) {
     let (mut listed, mut tables) = (BlobFetchers::default(), Vec::new());
     let mut numbers: BTreeMap<*const u8, u32> = BTreeMap::new();
-    for (address, Announcement { is_complete, parts, .. }) in announcements {
+    for (address, Listed { announcement: Announcement { is_complete, parts, .. }, .. }) in fetchers
+    {
         // Equal tables are one table in memory.
         let table = match numbers.entry(parts.as_ptr()) {
             _ if parts.is_empty() => None,
@@ -117,13 +138,48 @@ fn list<'a>(
 mod tests {
     use super::*;
 
+    fn announcement(parts: &[u8], is_complete: bool) -> Announcement {
+        Announcement { parts: parts.into(), is_complete, present_bytes: 5, known: 0 }
+    }
+
+    #[test]
+    fn statuses_sum_the_archives_of_a_version() {
+        let (fetchers, now) = (Fetchers::default(), Instant::now());
+        let address = |host: &str| format!("tcp://{host}:7000").parse::<Endpoint>().unwrap();
+        let archive = |number| format!("policy/0-7-0123456789abcdef/{number}-x.tssd");
+        for (number, host, is_complete) in [(0, "a", true), (1, "a", false), (0, "b", true)] {
+            let announced = announcement(&[], is_complete);
+            fetchers.announce(&archive(number), &address(host), announced, now);
+        }
+        fetchers.announce("not of a version", &address("a"), announcement(&[], true), now);
+        let status = |host, present_bytes, is_complete| {
+            let address = address(host).to_string();
+            FetcherStatus {
+                key: "policy".to_owned(),
+                version: 7,
+                address,
+                present_bytes,
+                is_complete,
+            }
+        };
+        assert_eq!(fetchers.statuses(now), [status("a", 10, false), status("b", 5, true)]);
+        assert_eq!(
+            fetchers.statuses(now + FETCHING_TTL),
+            [status("a", 5, true), status("b", 5, true)]
+        );
+    }
+
     #[test]
     fn daemons_are_listed_while_they_announce_themselves() {
         let (fetchers, start) = (Fetchers::default(), Instant::now());
         let address = |host: &str| format!("tcp://{host}:7000").parse::<Endpoint>().unwrap();
         let announce = |blob, host: &str, is_complete, after: Duration| {
-            let (found, tables) =
-                fetchers.announce(blob, &address(host), is_complete, &[], start + after);
+            let (found, tables) = fetchers.announce(
+                blob,
+                &address(host),
+                announcement(&[], is_complete),
+                start + after,
+            );
             assert_eq!((tables, found.tables, found.crc32), (Vec::new(), 0, 0));
             let found = found.fetchers.into_iter();
             found.map(|fetcher| (fetcher.address, fetcher.is_complete)).collect::<Vec<_>>()
@@ -143,7 +199,7 @@ mod tests {
         let (fetchers, now) = (Fetchers::default(), Instant::now());
         let announce = |host: usize, parts: &[u8]| {
             let address = format!("tcp://{host}:7000").parse::<Endpoint>().unwrap();
-            fetchers.announce("x", &address, false, parts, now)
+            fetchers.announce("x", &address, announcement(parts, false), now)
         };
         let tables = [[1; 8], [2; 8], [1; 8]];
         for (host, table) in tables.iter().enumerate() {

@@ -9,7 +9,7 @@ use crate::daemon::bucket_sync::{ReplicatorCounts, RestoreReason};
 use crate::daemon::remote_blobs::{RemoteReadStats, ReplicaKind};
 use crate::daemon::state::DaemonState;
 use crate::error::{ErrorKind, Result};
-use crate::status::{MemoryStatus, UploadStatus};
+use crate::status::{MemoryStatus, ReplicaStatus, UploadStatus};
 
 /// Maximum number of keys, and of readers, in a page. It bounds the size of a scrape.
 const MAX_SERIES: usize = 100;
@@ -24,7 +24,8 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
         versions += visible.len();
         heads.extend(visible.pop().map(|head| (key.to_string(), head)));
     }
-    let (counts, status) = (state.counters.lock().clone(), state.status());
+    let counts = state.counters.lock().clone();
+    let status = state.status();
     let memory = status.memory;
     let oldest = status.leases.iter().map(|lease| lease.age).max().unwrap_or_default();
     let mut page = Page::default();
@@ -74,6 +75,7 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
         requests,
     );
 
+    page.fetches(&status.replicas, status.fetchers.len());
     page.memory(&memory);
     if let Some(replicator) = &state.replicator {
         page.bucket(&replicator.counts(), &status.uploads);
@@ -98,6 +100,8 @@ pub(crate) async fn render(state: &DaemonState) -> Result<String> {
     let help = "Number of versions between the last one of a connected reader and the newest one, of the \
                 first 100 readers.";
     page.family(MetricKind::Gauge, "reader_lag_versions", help, lags.take(MAX_SERIES));
+    let (help, cpu) = ("CPU time of the daemon.", status.cpu_time.as_secs_f64());
+    page.family(MetricKind::Counter, "cpu_seconds_total", help, [(Labels::new(), cpu)]);
     page.gauge("uptime_seconds", "Time since the daemon started.", status.uptime.as_secs_f64());
     Ok(page.0)
 }
@@ -137,6 +141,37 @@ impl Page {
         self.counter("read_failovers_total", help, traffic.skipped);
         let help = "Number of hosts that a shared fetch avoided, because they failed or sent damaged bytes.";
         self.counter("avoided_fetchers_total", help, traffic.avoided_fetchers);
+    }
+
+    /// Writes the metrics of the archives that hosts fetch from each other.
+    fn fetches(&mut self, replicas: &[ReplicaStatus], fetchers: usize) {
+        let help = "Bytes of archives of other hosts that this host has, of the last 100 versions.";
+        self.by_version("replica_present_bytes", help, replicas, |replica| replica.present_bytes);
+        let help = "Size of these archives.";
+        self.by_version("replica_bytes", help, replicas, |replica| replica.bytes);
+        let help =
+            "Rate of the fetch: in the last two seconds, or of the whole fetch if it has ended.";
+        self.by_version("fetch_bytes_per_second", help, replicas, |it| it.bytes_per_second);
+        let slow = replicas.iter().filter(|replica| replica.is_slow).count();
+        let help = "Number of versions whose fetch is slower than --min-fetch-rate.";
+        self.gauge("slow_fetches", help, slow);
+        let help = "Number of hosts and versions: hosts that fetch archives of this host, or have in the last 10 minutes.";
+        self.gauge("fetchers", help, fetchers);
+    }
+
+    /// Writes a number for each of the last replicas.
+    fn by_version(
+        &mut self,
+        name: &str,
+        help: &str,
+        replicas: &[ReplicaStatus],
+        number: fn(&ReplicaStatus) -> u64,
+    ) {
+        let samples = replicas.iter().rev().take(MAX_SERIES).map(|status| {
+            let labels = vec![("key", status.key.clone()), ("version", status.version.to_string())];
+            (labels, number(status))
+        });
+        self.family(MetricKind::Gauge, name, help, samples);
     }
 
     /// Writes the metrics of the segments.

@@ -15,7 +15,7 @@ use crate::daemon::chunk_verifier::{ChunkVerifier, gather};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard};
-use crate::net::client::ConnectionPool;
+use crate::net::client::{Announcement, ConnectionPool};
 use crate::net::tls::{Endpoint, Identity};
 use crate::net::wire::{BlobFetcher, Range, ReadChecksum};
 
@@ -46,6 +46,8 @@ pub(crate) struct RemoteBlobIndex {
     identity: Identity,
     /// Where other daemons reach this one. `None`: they do not.
     own: Option<Endpoint>,
+    /// Rate in bytes per second below which a fetch is slow.
+    min_fetch_rate: Option<u64>,
     fetcher_permits: Arc<Semaphore>,
     inner: Lock<Inner>,
 }
@@ -98,6 +100,17 @@ pub(crate) struct ReplicaLocation {
     pub(crate) endpoint: Endpoint,
     pub(crate) kind: ReplicaKind,
 }
+
+/// Bytes of a blob, and who sent them.
+pub(crate) struct RemoteRead {
+    pub(crate) data: Bytes,
+    pub(crate) checksum: ReadChecksum,
+    /// The address of a daemon, or [`BUCKET`].
+    pub(crate) sender: String,
+}
+
+/// Name of the bucket as a sender.
+const BUCKET: &str = "bucket";
 
 /// The other daemons that fetch a blob or parts of it, as its registry knows them.
 pub(crate) struct Announced {
@@ -196,7 +209,17 @@ impl RemoteBlob {
 impl RemoteBlobIndex {
     pub(crate) fn new(identity: Identity, own: Option<Endpoint>) -> Self {
         let fetcher_permits = Arc::new(Semaphore::new(MAX_FETCHER_READS));
-        Self { identity, own, fetcher_permits, inner: Lock::default() }
+        Self { identity, own, min_fetch_rate: None, fetcher_permits, inner: Lock::default() }
+    }
+
+    /// Sets the rate in bytes per second below which a fetch is slow.
+    pub(crate) fn with_min_fetch_rate(self, min_fetch_rate: Option<u64>) -> Self {
+        Self { min_fetch_rate, ..self }
+    }
+
+    /// Returns the rate in bytes per second below which a fetch is slow.
+    pub(crate) fn min_fetch_rate(&self) -> Option<u64> {
+        self.min_fetch_rate
     }
 
     /// Returns the address at which other daemons reach this one.
@@ -337,17 +360,18 @@ impl RemoteBlobIndex {
         name: &str,
         ranges: &[Range],
         verify: bool,
-    ) -> Result<(Bytes, ReadChecksum)> {
+    ) -> Result<RemoteRead> {
         if let Some(bucket) = self.bucket(name) {
-            return bucket.read(name, ranges, verify).await;
+            let (data, checksum) = bucket.read(name, ranges, verify).await?;
+            return Ok(RemoteRead { data, checksum, sender: BUCKET.to_owned() });
         }
         let (blob, ranges) = (name.to_owned(), ranges.to_vec());
         let read = move |connections: &ConnectionPool| {
             read_from(connections, &blob, ranges.clone(), verify)
         };
-        let (read, kind) = self.call_holder(name, read).await?;
-        self.count_read(kind, &read.0);
-        Ok(read)
+        let ((data, checksum), location) = self.call_holder(name, read).await?;
+        self.count_read(location.kind, &data);
+        Ok(RemoteRead { data, checksum, sender: location.endpoint.to_string() })
     }
 
     /// Returns the CRC-32 of ranges of a blob. The daemon that has them verifies their chunks first.
@@ -369,17 +393,17 @@ impl RemoteBlobIndex {
         sum.crc32.ok_or_else(|| Error::new(ErrorKind::Corrupt, text))
     }
 
-    /// Calls the first daemon that has a blob, and the next one if it fails. Returns the kind of its replica too.
+    /// Calls the first daemon that has a blob, and the next one if it fails. Returns which daemon it was too.
     async fn call_holder<T: Send + 'static>(
         &self,
         name: &str,
         call: impl Fn(&ConnectionPool) -> Result<T> + Clone + Send + 'static,
-    ) -> Result<(T, ReplicaKind)> {
+    ) -> Result<(T, ReplicaLocation)> {
         let locations = self.inner().blobs.get(name).map(|blob| blob.locations.clone());
         let mut last_error: Option<Error> = None;
         for location in locations.unwrap_or_default() {
             match self.call_daemon(&location.endpoint, name, call.clone()).await {
-                Ok(value) => return Ok((value, location.kind)),
+                Ok(value) => return Ok((value, location)),
                 // A cached replica may have been evicted, or may be damaged.
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound)
@@ -438,8 +462,6 @@ impl RemoteBlobIndex {
 
     /// Tells a registry of a blob that this daemon fetches it, or parts of it. Returns the other daemons that do.
     ///
-    /// `parts` and `known` are those of [`ConnectionPool::announce`].
-    ///
     /// # Errors
     ///
     /// `Unsupported` if other daemons do not reach this one; the error of the registry.
@@ -447,16 +469,14 @@ impl RemoteBlobIndex {
         &self,
         registry: &Endpoint,
         name: &str,
-        is_complete: bool,
-        parts: Arc<[u8]>,
-        known: u32,
+        announcement: Announcement,
     ) -> Result<Announced> {
         let Some(own) = &self.own else {
             return Err(Error::new(ErrorKind::Unsupported, "other daemons do not reach this one"));
         };
         let connections = self.connections(registry);
         let (name, address) = (name.to_owned(), own.to_string());
-        let announce = move || connections.announce(&name, &address, is_complete, &parts, known);
+        let announce = move || connections.announce(&name, &address, &announcement);
         let (found, data) = run_blocking(announce).await?;
         // An address that this daemon cannot use is no source.
         let usable = found.fetchers.iter().filter_map(|fetcher| {

@@ -4,7 +4,9 @@
 //! needed.
 
 mod partial;
+mod progress;
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::pin::pin;
@@ -16,18 +18,21 @@ use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tssd_format::Archive;
 
-use crate::control::layout::folder_of;
+use crate::control::layout::{folder_of, version_number};
 use crate::daemon::control_plane::ControlPlane;
 use crate::daemon::remote_blobs::{BucketSource, RemoteBlobIndex};
 pub(crate) use crate::daemon::replicas::partial::MIN_SHARED_BYTES;
 use crate::daemon::replicas::partial::{PartialReplica, ReplicaBuffer, Waiting};
+use crate::daemon::replicas::progress::FetchProgress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::parallel;
 use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
+use crate::net::client::Announcement;
 use crate::net::wire::{MAX_INLINE_BYTES, Range, ReadChecksum};
 use crate::shm::{Evictor, Pool, PoolExhausted};
+use crate::status::{MAX_STATUSES, ReplicaStatus};
 
 /// Minimum length in bytes of the runs of a strided read that are cached.
 ///
@@ -58,11 +63,19 @@ pub(crate) struct Replicas {
 struct Inner {
     /// Replicas that are incomplete, by name.
     partial: BTreeMap<String, Arc<PartialReplica>>,
-    /// Complete replicas, which are in the pool. The number gives the order of completion.
-    complete: BTreeMap<String, u64>,
+    /// Complete replicas, which are in the pool.
+    complete: BTreeMap<String, CompleteReplica>,
     /// Archives for which there was no memory, and the time of the attempt.
     allocation_failures: BTreeMap<String, Instant>,
     next_number: u64,
+}
+
+/// A replica that is in the pool.
+struct CompleteReplica {
+    /// Gives the order of completion.
+    number: u64,
+    len: u64,
+    progress: Arc<FetchProgress>,
 }
 
 impl Inner {
@@ -133,7 +146,8 @@ impl Replicas {
             }
         }
         // This read is not cached.
-        self.remote_blobs.read(name, ranges, verify).await.map(Some)
+        let read = self.remote_blobs.read(name, ranges, verify).await?;
+        Ok(Some((read.data, read.checksum)))
     }
 
     /// Reads ranges of an archive of which they are here. Returns `None` if they are not, or if the archive is complete.
@@ -191,6 +205,44 @@ impl Replicas {
         let completed = self.complete(name).await;
         self.remote_blobs.remove_bucket(name);
         completed.map(|()| source.read_bytes())
+    }
+
+    /// Returns the versions of which this daemon has replicas, or fetches them. At most [`MAX_STATUSES`] are returned.
+    pub(crate) fn statuses(&self, now: Instant) -> Vec<ReplicaStatus> {
+        let floor = self.remote_blobs.min_fetch_rate();
+        let mut statuses: BTreeMap<(Key, u64), ReplicaStatus> = BTreeMap::new();
+        let inner = self.inner();
+        let partial = inner.partial.iter().map(|(name, replica)| {
+            (name, replica.len(), replica.present_bytes(), &replica.progress)
+        });
+        let complete = inner.complete.iter();
+        let complete =
+            complete.map(|(name, replica)| (name, replica.len, replica.len, &replica.progress));
+        for (name, len, present_bytes, progress) in partial.chain(complete) {
+            let Some((key, version)) = blob_key(name).zip(blob_version(name)) else { continue };
+            let status = statuses.entry((key.clone(), version)).or_insert_with(|| ReplicaStatus {
+                key: key.to_string(),
+                version,
+                bytes: 0,
+                present_bytes: 0,
+                senders: BTreeMap::new(),
+                bytes_per_second: 0,
+                is_slow: false,
+                duration: Duration::ZERO,
+            });
+            status.bytes += len;
+            status.present_bytes += present_bytes;
+            for (sender, bytes) in progress.senders() {
+                *status.senders.entry(sender).or_default() += bytes;
+            }
+            status.bytes_per_second += progress.rate(now);
+            status.is_slow |= floor.is_some_and(|floor| progress.is_below(floor, now));
+            status.duration = status.duration.max(progress.duration(now));
+        }
+        let mut statuses: Vec<ReplicaStatus> = statuses.into_values().collect();
+        statuses.sort_by_key(|status| Reverse(status.duration));
+        statuses.drain(..statuses.len().saturating_sub(MAX_STATUSES));
+        statuses
     }
 
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
@@ -266,15 +318,23 @@ impl Replicas {
             match published {
                 // The deletion takes effect with the last lease of the version.
                 Ok(true) if is_restored => self.pool.delete(&replica.name),
-                Ok(true) => drop(inner.complete.insert(replica.name.clone(), number)),
+                Ok(true) => {
+                    let (len, progress) = (replica.len(), replica.progress.clone());
+                    progress.finish(Instant::now());
+                    let complete = CompleteReplica { number, len, progress };
+                    inner.complete.insert(replica.name.clone(), complete);
+                }
                 _ => {}
             }
             drop(inner);
             for registry in registries.into_iter().filter(|_| published.is_ok()) {
                 let (remote_blobs, name) = (self.remote_blobs.clone(), replica.name.clone());
+                let (parts, present_bytes) = (Arc::default(), replica.len());
+                let announcement =
+                    Announcement { parts, is_complete: true, present_bytes, known: 0 };
                 drop(tokio::spawn(boxed(async move {
                     // Daemons that come later then fetch it from here too.
-                    let _ = remote_blobs.announce(&registry, &name, true, Arc::new([]), 0).await;
+                    let _ = remote_blobs.announce(&registry, &name, announcement).await;
                 })));
             }
             self.changed.notify_waiters();
@@ -380,7 +440,7 @@ impl Replicas {
                     return true;
                 }
                 let oldest = inner.complete.iter().filter(|(name, _)| is_idle(name));
-                let Some((name, _)) = oldest.min_by_key(|(_, number)| **number) else {
+                let Some((name, _)) = oldest.min_by_key(|(_, replica)| replica.number) else {
                     return must && inner.drop_partial(|_| true);
                 };
                 (name.clone(), blob_key(name))
@@ -565,6 +625,11 @@ fn is_fine_grained(range: &Range) -> bool {
 /// Returns the folder of the version that contains an archive.
 fn version_folder(name: &str) -> Option<&str> {
     name.rsplit_once('/').map(|(folder, _)| folder)
+}
+
+/// Returns the number of the version of an archive or manifest, from its name in the volume.
+pub(crate) fn blob_version(name: &str) -> Option<u64> {
+    version_number(version_folder(name)?)
 }
 
 /// Returns the key of an archive or manifest, from its name in the volume.

@@ -24,6 +24,7 @@ use crate::daemon::session::contributions::Contributions;
 use crate::daemon::session::in_flight::{InFlightRequest, InFlightRequests, MAX_ACTIVE_REQUESTS};
 use crate::daemon::state::{DAEMON_NAME, DaemonState, LocatedVersion};
 use crate::daemon::tiered::BlobLocation;
+use crate::daemon::uplink::UplinkPermit;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
@@ -82,20 +83,27 @@ struct Response<'a> {
     fds: Vec<OwnedFd>,
     /// The guard of [`Session::share_lock`], held until the reply is queued.
     share_guard: Option<tokio::sync::MutexGuard<'a, ()>>,
-    credits: Vec<OwnedSemaphorePermit>,
+    credits: Credits,
+}
+
+/// Permits that are returned once a response is sent.
+#[derive(Default)]
+struct Credits {
+    _bytes: Vec<OwnedSemaphorePermit>,
+    uplink: Option<UplinkPermit>,
 }
 
 impl From<Reply> for Response<'_> {
     fn from(reply: Reply) -> Self {
-        let (fds, credits) = (Vec::new(), Vec::new());
+        let (fds, credits) = (Vec::new(), Credits::default());
         Self { reply, data: Data::default(), fds, share_guard: None, credits }
     }
 }
 
-/// A frame, and the credit that is returned once it is sent.
+/// A frame, and the permits that are returned once it is sent.
 struct OutgoingFrame {
     frame: Frame,
-    _credits: Vec<OwnedSemaphorePermit>,
+    _credits: Credits,
 }
 
 /// Performs the handshake and serves a connection until it ends.
@@ -676,7 +684,7 @@ fn unmap_frame(segment: SegmentId) -> OutgoingFrame {
     let head = serde_json::to_vec(&notice).expect("a notice is JSON");
     let (data, fds) = (Data::default(), Vec::new());
     let frame = Frame { kind: FrameKind::Notice, number: 0, head, data, fds };
-    OutgoingFrame { frame, _credits: Vec::new() }
+    OutgoingFrame { frame, _credits: Credits::default() }
 }
 
 #[cfg(test)]

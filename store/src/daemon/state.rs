@@ -37,6 +37,7 @@ use crate::daemon::state::followers::Follower;
 #[cfg(test)]
 pub(crate) use crate::daemon::state::followers::{MAX_FOLLOWED_KEYS, MAX_QUEUED_VERSIONS};
 use crate::daemon::tiered::TieredVolume;
+use crate::daemon::uplink::Uplink;
 use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::Disk;
@@ -73,6 +74,7 @@ pub(crate) struct DaemonState {
     pub(crate) chunk_verifier: ChunkVerifier,
     /// The daemons that fetch blobs of this one.
     pub(crate) fetchers: Fetchers,
+    pub(crate) uplink: Arc<Uplink>,
     pub(crate) process_watcher: Arc<ProcessWatcher>,
     /// Serializes copies of manifests from other daemons.
     manifest_copy_lock: AsyncMutex<()>,
@@ -156,8 +158,9 @@ impl DaemonState {
             ledgers = ledgers.recover(Arc::new(DirectoryMeta::new(disk.clone()))).await?;
             directory = Some(DirectoryVolume::new(disk));
         }
-        let tiers =
-            TieredVolume::new(pool, directory, RemoteBlobIndex::new(identity.clone(), own.clone()));
+        let remote_blobs = RemoteBlobIndex::new(identity.clone(), own.clone())
+            .with_min_fetch_rate(options.min_fetch_rate);
+        let tiers = TieredVolume::new(pool, directory, remote_blobs);
         let mut background = JoinSet::new();
         let connected_runs = Arc::new(ConnectedRuns::default());
         let environment = || Arc::new(SystemEnvironment);
@@ -233,7 +236,8 @@ impl DaemonState {
             };
         background.spawn(boxed(replicas::maintain(tiers.replicas.clone(), control_plane.clone())));
         let state = Self::new(control_plane, tiers);
-        Ok(Self { connected_runs, replicator, _background: background, ..state })
+        let uplink = Uplink::new(options.send_rate, options.send_hosts);
+        Ok(Self { uplink, connected_runs, replicator, _background: background, ..state })
     }
 
     /// Creates the state of a daemon with a volume and the control plane of its versions.
@@ -249,6 +253,7 @@ impl DaemonState {
             counters: Counters::default(),
             chunk_verifier: ChunkVerifier::default(),
             fetchers: Fetchers::default(),
+            uplink: Uplink::new(None, None),
             process_watcher: Arc::default(),
             manifest_copy_lock: AsyncMutex::default(),
             instance,
@@ -474,6 +479,11 @@ impl DaemonState {
 
     /// Returns the status of this daemon, without its peers.
     pub(crate) fn status(&self) -> DaemonStatus {
+        let now = Instant::now();
+        let replicas = self.volume.replicas.statuses(now);
+        let fetched = self.volume.remote_blobs.stats();
+        let fetched = fetched.read_bytes.values().sum::<u64>() + fetched.fetcher_bytes;
+        let counts = self.counters.lock().clone();
         let inner = self.inner();
         let peer = |peer: &Peer| PeerStatus {
             pid: peer.pid,
@@ -489,10 +499,20 @@ impl DaemonState {
             peers: inner.peers.values().map(peer).collect(),
             leases: inner.lease_statuses().collect(),
             uploads: self.replicator.iter().flat_map(|replicator| replicator.uploads()).collect(),
+            replicas,
+            fetchers: self.fetchers.statuses(now),
+            cpu_time: cpu_time(),
+            moved_bytes_total: counts.put_bytes + counts.sent_bytes + fetched,
             hosts: Vec::new(),
             hosts_error: None,
         }
     }
+}
+
+/// Returns the CPU time of this process.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::try_from(time).unwrap_or_default()
 }
 
 impl Inner {

@@ -33,8 +33,8 @@ use crate::key::Key;
 use crate::ledger::{
     ArchiveDigest, Label, RunId, RunStatus, Selection, Selector, VersionId, VersionPosition,
 };
-pub(crate) use crate::net::client::connection_pool::ConnectionPool;
 use crate::net::client::connection_pool::Connector;
+pub(crate) use crate::net::client::connection_pool::{Announcement, ConnectionPool};
 use crate::net::client::contribution::RemoteContribution;
 pub(crate) use crate::net::client::launcher::connect_or_start;
 use crate::net::link::{FrameReceiver, FrameSender, split_tcp, split_unix};

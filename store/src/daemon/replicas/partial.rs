@@ -14,11 +14,12 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tssd_format::checksum;
 
-use crate::convert::to_usize;
+use crate::convert::{to_u64, to_usize};
 use crate::daemon::chunk_verifier::{copy_ranges, total_bytes};
 use crate::daemon::remote_blobs::RemoteBlobIndex;
 use crate::daemon::replicas::partial::pieces::Pieces;
 pub(crate) use crate::daemon::replicas::partial::shared_fetch::MIN_SHARED_BYTES;
+use crate::daemon::replicas::progress::FetchProgress;
 use crate::error::{Error, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
@@ -76,6 +77,7 @@ pub(crate) struct PartialReplica {
     /// `None` once the archive is complete and its memory was taken.
     buffer: RwLock<Option<ReplicaBuffer>>,
     state: Lock<State>,
+    pub(crate) progress: Arc<FetchProgress>,
     /// Notified when a fetch has ended, with or without success.
     changed: Notify,
     /// Notified when a reader wants more, or when the replica is evicted.
@@ -245,6 +247,7 @@ impl PartialReplica {
             len,
             buffer: RwLock::new(Some(buffer)),
             state: Lock::default(),
+            progress: Arc::new(FetchProgress::new(Instant::now())),
             changed: Notify::new(),
             wants_changed: Notify::new(),
             pieces: OnceLock::new(),
@@ -254,6 +257,21 @@ impl PartialReplica {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
+    }
+
+    /// Returns the length of the archive in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Returns the number of bytes that are present.
+    pub(crate) fn present_bytes(&self) -> u64 {
+        self.state().present_bytes
+    }
+
+    /// Records bytes that a daemon or the bucket has sent.
+    fn record(&self, sender: &str, data: &Bytes) {
+        self.progress.add(sender, to_u64(data.len()), Instant::now());
     }
 
     /// Reads ranges, and fetches those that are missing.
@@ -514,14 +532,15 @@ impl PartialReplica {
             };
             for part in claim.ranges.chunks(MAX_RANGES) {
                 let fetched = remote_blobs.read(&self.name, part, verify).await?;
+                self.record(&fetched.sender, &fetched.data);
                 let (replica, part) = (self.clone(), part.to_vec());
                 let (fetched, part) = run_blocking(move || {
-                    replica.store(&part, &fetched.0, verify);
+                    replica.store(&part, &fetched.data, verify);
                     Ok((fetched, part))
                 })
                 .await?;
                 if part == ranges {
-                    return Ok(Some(fetched));
+                    return Ok(Some((fetched.data, fetched.checksum)));
                 }
             }
         }

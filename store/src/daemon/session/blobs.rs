@@ -1,14 +1,16 @@
 //! Requests about the bytes of blobs, from clients and from other daemons.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use tokio::sync::OwnedSemaphorePermit;
 
-use super::{InFlightRequest, Response, Session, semaphore_closed};
+use super::{Credits, InFlightRequest, Origin, Response, Session, semaphore_closed};
+use crate::convert::to_u64;
 use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
+use crate::net::client::Announcement;
 use crate::net::tls::Endpoint;
 use crate::net::wire::{BlobFetchers, Data, Range, ReadChecksum, Reply, Request};
 
@@ -24,19 +26,22 @@ impl Session {
             Request::Read { blob, ranges, verify, without_data } => {
                 // The other daemon counts what a process of this host reads of its archives.
                 let is_remote = self.state.volume.remote_blobs.len(&blob).is_some();
-                let read = self.read(blob, ranges, verify);
-                // A reader takes a daemon that sends nothing for a lost one.
-                let mut answer = if is_remote {
-                    self.with_keepalive(in_flight, read).await?
-                } else {
-                    read.await?
+                let read = async {
+                    let mut answer = self.read(blob, ranges, verify).await?;
+                    if without_data {
+                        answer.data = Data::default();
+                    }
+                    if let Origin::Address(peer) = self.origin {
+                        let uplink = &self.state.uplink;
+                        let permit = uplink.admit(peer.ip(), to_u64(answer.data.len())).await;
+                        answer.credits.uplink = Some(permit);
+                    }
+                    Ok::<_, Error>(answer)
                 };
-                if without_data {
-                    answer.data = Data::default();
-                }
+                // A reader takes a daemon that sends nothing for a lost one.
+                let answer = self.with_keepalive(in_flight, read).await?;
                 if !is_remote || !self.origin.is_local() {
-                    let bytes = u64::try_from(answer.data.len()).unwrap_or(u64::MAX);
-                    self.state.counters.lock().sent_bytes += bytes;
+                    self.state.counters.lock().sent_bytes += to_u64(answer.data.len());
                 }
                 return Ok(answer);
             }
@@ -44,8 +49,10 @@ impl Session {
                 self.begin_fetch(&blob, &ranges).await;
                 Reply::Done
             }
-            Request::Announce { blob, address, is_complete, known } => {
-                let (fetchers, tables) = self.announce(&blob, &address, is_complete, &data)?;
+            Request::Announce { blob, address, is_complete, present_bytes, known } => {
+                let parts = Arc::from(&data[..]);
+                let announcement = Announcement { parts, is_complete, present_bytes, known };
+                let (fetchers, tables) = self.announce(&blob, &address, announcement)?;
                 let tables = if fetchers.crc32 == known { Vec::new() } else { tables };
                 let data = Bytes::from(tables).into();
                 return Ok(Response { data, ..Reply::BlobFetchers(fetchers).into() });
@@ -82,8 +89,7 @@ impl Session {
         &self,
         blob: &str,
         address: &str,
-        is_complete: bool,
-        parts: &[u8],
+        announcement: Announcement,
     ) -> Result<(BlobFetchers, Vec<u8>)> {
         if self.origin.is_local() {
             return Err(Error::new(ErrorKind::Refused, "only daemons announce what they fetch"));
@@ -93,7 +99,7 @@ impl Session {
             return Err(Error::new(ErrorKind::NotFound, format_args!("`{blob}` is not here")));
         }
         let address: Endpoint = address.parse()?;
-        Ok(self.state.fetchers.announce(blob, &address, is_complete, parts, Instant::now()))
+        Ok(self.state.fetchers.announce(blob, &address, announcement, Instant::now()))
     }
 
     /// Begins to copy ranges of a blob of another daemon to this one. Without memory for it, later reads are direct.
@@ -189,7 +195,7 @@ impl Session {
     }
 
     /// Waits for credit to send `bytes` bytes to the client, `copied` of which are copies.
-    async fn acquire_credits(&self, bytes: u64, copied: u64) -> Result<Vec<OwnedSemaphorePermit>> {
+    async fn acquire_credits(&self, bytes: u64, copied: u64) -> Result<Credits> {
         let kilobytes = |bytes: u64| u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX);
         let own = self.read_credit.clone().acquire_many_owned(kilobytes(bytes)).await;
         let mut credits = vec![own.map_err(semaphore_closed)?];
@@ -197,6 +203,6 @@ impl Session {
             let copies = self.state.copy_credit.clone().acquire_many_owned(kilobytes(copied)).await;
             credits.push(copies.map_err(semaphore_closed)?);
         }
-        Ok(credits)
+        Ok(Credits { _bytes: credits, uplink: None })
     }
 }

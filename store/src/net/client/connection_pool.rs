@@ -51,6 +51,19 @@ const LOOP_JSON_BYTES: usize = 44;
 /// Timeout of a complete response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_mins(1);
 
+/// What a daemon announces about a blob that it fetches.
+#[derive(Clone)]
+pub(crate) struct Announcement {
+    /// The part that it wants of each piece. Empty: it wants all.
+    pub(crate) parts: Arc<[u8]>,
+    /// Whether it has all that it wants.
+    pub(crate) is_complete: bool,
+    /// Bytes that it has.
+    pub(crate) present_bytes: u64,
+    /// CRC-32 of the tables of the last reply.
+    pub(crate) known: u32,
+}
+
 /// Opens a connection to a daemon.
 pub(crate) type Connector = Arc<dyn Fn() -> Result<Box<dyn Duplex>> + Send + Sync>;
 
@@ -166,19 +179,17 @@ impl ConnectionPool {
 
     /// Tells the daemon that another one, at `address`, fetches a blob or parts of it. Returns the others that do.
     ///
-    /// `parts` is what it wants, and `known` the CRC-32 of the tables of the last reply. The tables are empty if they
-    /// are the same.
+    /// The tables of what they want are empty if they are those that the announcement knows.
     pub(crate) fn announce(
         &self,
         blob: &str,
         address: &str,
-        is_complete: bool,
-        parts: &[u8],
-        known: u32,
+        announcement: &Announcement,
     ) -> Result<(BlobFetchers, Vec<u8>)> {
         let (blob, address) = (blob.to_owned(), address.to_owned());
-        let request = Request::Announce { blob, address, is_complete, known };
-        self.call(&request, parts, |reply, data| match reply {
+        let Announcement { is_complete, present_bytes, known, .. } = *announcement;
+        let request = Request::Announce { blob, address, is_complete, present_bytes, known };
+        self.call(&request, &announcement.parts, |reply, data| match reply {
             Reply::BlobFetchers(fetchers) => Ok((fetchers, data)),
             other => Err(unexpected_reply(&other)),
         })

@@ -133,6 +133,9 @@ pub(crate) enum Request {
         /// Whether the client has all that it wants.
         #[serde(default)]
         is_complete: bool,
+        /// Bytes that the client has.
+        #[serde(default)]
+        present_bytes: u64,
         /// CRC-32 of the data of the last reply. If it is the same, the reply has no data.
         #[serde(default)]
         known: u32,

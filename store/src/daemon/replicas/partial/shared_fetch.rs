@@ -15,7 +15,7 @@ use super::pieces::{MIN_PIECE_BYTES, Pieces, clipped, encode_wants, to_ranges};
 use super::{
     FetchClaim, MAX_RANGES, MissingRanges, PartialReplica, SharedFetchState, State, Waiting,
 };
-use crate::daemon::remote_blobs::{Announced, RemoteBlobIndex};
+use crate::daemon::remote_blobs::{Announced, RemoteBlobIndex, RemoteRead};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fanout::{
     FetchPlan, Fetcher, FetcherId, Holder, Part, PieceNumber, PieceRequest, PresentPieces, Source,
@@ -23,6 +23,7 @@ use crate::fanout::{
 };
 use crate::io::exec::run_blocking;
 use crate::io::sync::MutexGuard;
+use crate::net::client::Announcement;
 use crate::net::tls::Endpoint;
 use crate::net::wire;
 
@@ -83,6 +84,7 @@ async fn fetch(
         tables: (Vec::new(), 0),
         started: Instant::now(),
         fetched: [0; 2],
+        is_slow: false,
     };
     fetch.run(claims).await
 }
@@ -146,6 +148,8 @@ struct SharedFetch {
     started: Instant,
     /// Pieces that have come from holders, and from fetchers.
     fetched: [u64; 2],
+    /// Whether the fetch was slow when that was last checked.
+    is_slow: bool,
 }
 
 impl SharedFetch {
@@ -171,6 +175,7 @@ impl SharedFetch {
                 let delay = delays.next().unwrap_or(LAST_ANNOUNCE_DELAY);
                 announcements.spawn(self.announce(delay, false));
             }
+            self.check_rate();
             self.publish_owned();
             self.take_demands();
             while let Some(request) = self.plan.next_request(self.started.elapsed()) {
@@ -219,6 +224,17 @@ impl SharedFetch {
         Ok(())
     }
 
+    /// Logs a warning when the fetch becomes slower than this daemon expects.
+    fn check_rate(&mut self) {
+        let Some(floor) = self.remote_blobs.min_fetch_rate() else { return };
+        let (progress, now) = (&self.replica.progress, Instant::now());
+        let was_slow = std::mem::replace(&mut self.is_slow, progress.is_below(floor, now));
+        if self.is_slow && !was_slow {
+            let (name, bytes_per_second) = (&self.replica.name, progress.rate(now));
+            tracing::warn!(name, bytes_per_second, floor, "the fetch is slow");
+        }
+    }
+
     /// Sets the bytes that come from a holder. Reads of other daemons wait for these.
     fn publish_owned(&mut self) {
         let Some(pieces) = self.plan.new_holder_pieces() else { return };
@@ -253,16 +269,21 @@ impl SharedFetch {
         is_complete: bool,
     ) -> impl Future<Output = Option<Announced>> + 'static {
         let (remote_blobs, registries) = (self.remote_blobs.clone(), self.registries.clone());
-        let (name, wants, known) =
-            (self.replica.name.clone(), encode_wants(&self.wants), self.tables.1);
+        let name = self.replica.name.clone();
+        let announcement = Announcement {
+            parts: encode_wants(&self.wants),
+            is_complete,
+            present_bytes: self.replica.present_bytes(),
+            known: self.tables.1,
+        };
         async move {
             tokio::time::sleep(delay).await;
             let mut announcements = JoinSet::new();
             for registry in registries {
                 let (remote_blobs, name) = (remote_blobs.clone(), name.clone());
-                let wants = wants.clone();
+                let announcement = announcement.clone();
                 announcements.spawn(async move {
-                    let found = remote_blobs.announce(&registry, &name, is_complete, wants, known);
+                    let found = remote_blobs.announce(&registry, &name, announcement);
                     let failed = |error: &Error| {
                         tracing::debug!(name, %error, "the registry names no fetchers");
                     };
@@ -481,13 +502,17 @@ impl PartialReplica {
     ) -> Result<()> {
         for ranges in claim.ranges.chunks(MAX_RANGES) {
             if is_whole(ranges, &pieces.range(number)) {
-                let (data, _) = remote_blobs.read(&self.name, ranges, false).await?;
+                let RemoteRead { data, sender, .. } =
+                    remote_blobs.read(&self.name, ranges, false).await?;
+                self.record(&sender, &data);
                 if self.store_verified(ranges, data, pieces, number, None).await? {
                     continue;
                 }
             }
             // The holder verifies the chunks. If its own are damaged, the next holder is asked.
-            let (data, _) = remote_blobs.read(&self.name, ranges, true).await?;
+            let RemoteRead { data, sender, .. } =
+                remote_blobs.read(&self.name, ranges, true).await?;
+            self.record(&sender, &data);
             let (replica, ranges) = (self.clone(), ranges.to_vec());
             run_blocking(move || {
                 replica.store(&ranges, &data, true);
@@ -517,6 +542,7 @@ impl PartialReplica {
                 (data, Some(crc32.map_err(FetchError::Holder)?))
             };
             let data = data.map_err(FetchError::Fetcher)?;
+            self.record(&endpoint.to_string(), &data);
             let stored = self.store_verified(&ranges, data, pieces, number, crc32).await;
             if !stored.map_err(FetchError::Holder)? {
                 let text = format_args!("`{}`: `{endpoint}` sent damaged bytes", self.name);

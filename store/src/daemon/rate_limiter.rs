@@ -19,7 +19,12 @@ impl RateLimiter {
 
     /// Blocks the thread until `bytes` bytes may be sent.
     pub(crate) fn wait(&self, bytes: u64) {
-        let Some(rate) = self.bytes_per_second else { return };
+        std::thread::sleep(self.reserve(bytes));
+    }
+
+    /// Reserves the time for `bytes` bytes. Returns the time until they may be sent.
+    pub(crate) fn reserve(&self, bytes: u64) -> Duration {
+        let Some(rate) = self.bytes_per_second else { return Duration::ZERO };
         let (now, duration) =
             (Instant::now(), Duration::from_secs_f64(as_f64(bytes) / as_f64(rate)));
         let start = {
@@ -28,7 +33,7 @@ impl RateLimiter {
             *next = start + duration;
             start
         };
-        std::thread::sleep(start - now);
+        start - now
     }
 }
 

@@ -43,8 +43,8 @@ const PIECES_PER_STEP: usize = 4;
 /// Number of pieces that a daemon requests from one fetcher at the same time.
 const FETCHER_WINDOW: usize = 3;
 
-/// Number of pieces that a daemon requests at the same time.
-const WINDOW: usize = 48;
+/// Number of pieces that a daemon requests at the same time. Most of the requests wait at a fetcher.
+const WINDOW: usize = 128;
 
 /// Number of pieces of each queue for which a fetcher is looked for that is not busy.
 const RELIEVED_PIECES: usize = 64;
@@ -317,12 +317,15 @@ impl FetchPlan {
 
     /// Returns the first piece from a holder, or else from a fetcher, that has room.
     ///
-    /// Others wait for what this daemon fetches from holders. All fetch in the order of the pieces: so the fetchers have,
-    /// or get next, what this daemon asks them for.
+    /// Others wait for what this daemon fetches from holders. Each fetcher gets a request before one gets another, so that
+    /// all of them have something to send. Of each, all fetch in the order of the pieces: so it has, or gets next, what this
+    /// daemon asks it for.
     fn find_first(&self) -> Option<(Source, PieceNumber)> {
         let with_room = self.queues.iter().filter(|(source, _)| self.has_room(**source));
         let firsts = with_room.filter_map(|(source, queue)| Some((*source, *queue.first()?)));
-        firsts.min_by_key(|(source, piece)| (*source != Source::Holder, *piece))
+        firsts.min_by_key(|(source, piece)| {
+            (*source != Source::Holder, self.load.get(source).copied().unwrap_or(0), *piece)
+        })
     }
 
     fn is_avoided(&self, source: Source) -> bool {

@@ -34,6 +34,9 @@ mod edge_cases;
 /// Daemons of several hosts that share their ledgers in etcd.
 #[cfg(all(target_os = "linux", feature = "etcd"))]
 mod etcd_hosts;
+/// Faults of hosts that fetch a version from each other.
+#[cfg(target_os = "linux")]
+mod fanout_faults;
 /// The fuzz corpora: every fuzz target runs all of its inputs.
 mod fuzz_corpora;
 /// Regions, meshes and placements, compared with naive oracles.

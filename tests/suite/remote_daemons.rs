@@ -1256,7 +1256,7 @@ fn status_shows_replicas_and_fetchers() {
         assert_eq!((&*replica.key, replica.version), (key().as_str(), version));
         assert_eq!(replica.present_bytes, replica.bytes);
         assert!(replica.bytes >= 48 * MIB && replica.bytes_per_second > 0);
-        // What came twice is counted twice.
+        // A piece from two senders counts for both.
         assert!(replica.senders.values().sum::<u64>() >= replica.bytes, "{replica:?}");
         let others = [&controller, &proxy_daemons[0], &proxy_daemons[1]];
         let others = others.iter().filter(|it| it.address() != daemon.address());

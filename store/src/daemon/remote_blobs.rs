@@ -27,7 +27,7 @@ const MAX_READS_PER_PEER: usize = 8;
 
 /// Maximum number of concurrent reads from all daemons that fetch a blob too. Each takes a thread, and may wait for another
 /// daemon.
-const MAX_FETCHER_READS: usize = 128;
+const MAX_FETCHER_READS: usize = 256;
 
 /// Maximum number of names in a discard request, so that it stays within the limits of a frame.
 const NAMES_PER_REQUEST: usize = 16;

@@ -321,12 +321,12 @@ impl Simulation<'_> {
 
 #[test]
 fn many_hosts_take_little_longer_than_one() {
-    for (hosts, pieces) in [(1, 200), (2, 200), (4, 200), (8, 200), (16, 400)] {
+    for (hosts, pieces) in [(1, 200), (2, 200), (4, 200), (8, 200), (16, 400), (32, 1000)] {
         let fleet = Fleet::new(hosts, pieces);
         let outcome = fleet.run();
         let (ratio, sent) = (outcome.ratio(&fleet), outcome.sent(&fleet));
         println!("{hosts} hosts: {ratio:.2} of the bound, the holder sent {sent:.2} archives");
-        assert!(ratio <= if hosts <= 4 { 1.2 } else { 1.3 }, "{hosts}: {ratio}");
+        assert!(ratio <= 1.2, "{hosts}: {ratio}");
         assert!(sent <= 1.3, "{hosts}: {sent}");
     }
 }
@@ -360,7 +360,7 @@ fn dead_host_and_late_host_do_not_keep_others() {
 #[test]
 #[ignore = "takes a minute: run it with --ignored --nocapture"]
 fn large_fleets() {
-    for (hosts, pieces) in [(128, 2000), (256, 2000), (1024, 2000)] {
+    for (hosts, pieces) in [(64, 2000), (128, 4000)] {
         let fleet = Fleet { piece_time: 1340, ..Fleet::new(hosts, pieces) };
         let outcome = fleet.run();
         let (ratio, sent) = (outcome.ratio(&fleet), outcome.sent(&fleet));

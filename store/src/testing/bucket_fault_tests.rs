@@ -201,8 +201,14 @@ async fn superseded_records_are_deleted_after_their_grace_period() {
     let ledgers = short_lived_ledgers(&fixture);
     for round in 0..4 {
         for step in 0..30 {
-            let guard = ledgers.lock(&key()).await.unwrap();
-            assert!(save(guard, state_with_keep(2 + step)).await.unwrap());
+            loop {
+                let guard = ledgers.lock(&key()).await.unwrap();
+                match save(guard, state_with_keep(2 + step)).await {
+                    // On a busy machine, a step can take longer than the short grace period.
+                    Err(error) if error.kind() == ErrorKind::Busy => {}
+                    saved => break assert!(saved.unwrap()),
+                }
+            }
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert!(records(&fixture).await < 75, "round {round}");

@@ -317,9 +317,9 @@ impl FetchPlan {
 
     /// Returns the first piece from a holder, or else from a fetcher, that has room.
     ///
-    /// Others wait for what this daemon fetches from holders. Each fetcher gets a request before one gets another, so that
-    /// all of them have something to send. Of each, all fetch in the order of the pieces: so it has, or gets next, what this
-    /// daemon asks it for.
+    /// Pieces from holders come first, because other daemons wait for them. Among fetchers, the one with the fewest requests
+    /// comes first, so that each has something to send. Pieces are requested in their order: all daemons fetch them in this
+    /// order, so a fetcher has the piece already, or gets it next.
     fn find_first(&self) -> Option<(Source, PieceNumber)> {
         let with_room = self.queues.iter().filter(|(source, _)| self.has_room(**source));
         let firsts = with_room.filter_map(|(source, queue)| Some((*source, *queue.first()?)));

@@ -28,7 +28,7 @@ pub struct DaemonStatus {
     /// The pending uploads to the bucket.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub uploads: Vec<UploadStatus>,
-    /// The versions of other daemons of which it has or fetches archives, the newest fetches last.
+    /// The versions of other daemons of which it has or fetches archives, the last fetch last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<ReplicaStatus>,
     /// The daemons that have fetched archives of it in the last 10 minutes, or fetch them.

@@ -1475,8 +1475,19 @@ fn bad_requests_of_fetchers_change_nothing() {
     assert_eq!(get(&generator), dict);
 }
 
-/// A daemon that answers each read with zeros, or closes the connection.
-fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
+/// How a daemon answers reads.
+#[derive(Clone, Copy, PartialEq)]
+enum Answer {
+    /// With zeros.
+    Zeros,
+    /// With zeros, after a part without content.
+    ZerosAfterPart,
+    /// It closes the connection.
+    Close,
+}
+
+/// A daemon that answers each read in the same way.
+fn serve_reads(listener: &TcpListener, answer: Answer) {
     while let Ok((mut stream, _)) = listener.accept() {
         std::thread::spawn(move || {
             while let Some((number, head, _)) = receive_numbered_frame(&mut stream) {
@@ -1485,9 +1496,15 @@ fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
                     let welcome =
                         json!({"protocol": protocol, "pid": 1, "inline_max_bytes": 1 << 18});
                     (json!({"welcome": welcome}), Vec::new())
-                } else if closes {
+                } else if head["op"] == "present_pieces" {
+                    (json!({"present_pieces": {"is_complete": true}}), Vec::new())
+                } else if answer == Answer::Close {
                     return;
                 } else {
+                    if answer == Answer::ZerosAfterPart {
+                        let part = json!({"archives": {}}).to_string();
+                        stream.write_all(&frame(2, number, &part, &[])).unwrap();
+                    }
                     let len = head["ranges"][0][1].as_u64().unwrap();
                     (json!({"read": {"crc32": null}}), vec![0; len as usize])
                 };
@@ -1497,26 +1514,56 @@ fn serve_damaged_bytes(listener: &TcpListener, closes: bool) {
     }
 }
 
+/// Starts a daemon that answers each read in the same way. Returns its address.
+fn start_fetcher(answer: Answer) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || serve_reads(&listener, answer));
+    address
+}
+
+/// Announces a fetcher that has all of the newest version. Returns the archive of the version.
+fn announce_fetcher(raw: &mut RawTcpClient, address: &str) -> String {
+    let (located, _) = raw.request(r#"{"op":"locate","key":"policy","selector":"newest"}"#, b"");
+    let archives = located["leased"]["archives"].as_object().unwrap();
+    let blob = archives.values().next().unwrap()["blob"].as_str().unwrap().to_owned();
+    let announce = json!({"op": "announce", "blob": blob, "address": address, "is_complete": true});
+    let nothing = json!({"fetchers": [], "tables": 0, "crc32": 0});
+    assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_fetchers": nothing}));
+    blob
+}
+
+/// A daemon that fetches what it is asked for sends parts meanwhile.
+#[test]
+fn parts_before_the_reply_to_a_read_are_accepted() {
+    let controller = TestDaemon::new(1 << 30);
+    let proxy_daemon = TestDaemon::with_controller(&controller);
+    let meta = TensorMeta::new(Dtype::Uint8, &[48 * MIB]).unwrap();
+    let zeros = Storage::from(vec![0_u8; meta.nbytes() as usize]);
+    let mut dict = StateDict::new();
+    dict.insert("weight", Tensor::new(meta, zeros, 0).unwrap());
+    put(&controller.connect(), &dict, &PutOptions::default());
+    let address = start_fetcher(Answer::ZerosAfterPart);
+    announce_fetcher(&mut RawTcpClient::greet(&controller), &address);
+    let generator = proxy_daemon.connect();
+    generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    assert_eq!(get(&generator), dict);
+    let fetched = proxy_daemon.metric(r#"tssd_fetched_bytes_total{source="fetcher"}"#);
+    assert!(fetched > 10e6, "{fetched}");
+    assert!(proxy_daemon.metric("tssd_avoided_fetchers_total") < 1.0);
+}
+
 #[test]
 fn damaged_and_broken_fetchers_are_avoided() {
-    for closes in [false, true] {
+    for answer in [Answer::Zeros, Answer::Close] {
         let controller = TestDaemon::new(1 << 30);
         let proxy_daemon = TestDaemon::with_controller(&controller);
         let (trainer, generator) = (controller.connect(), proxy_daemon.connect());
         let dict = model(2, 48);
         put(&trainer, &dict, &PutOptions::default());
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = format!("tcp://{}", listener.local_addr().unwrap());
-        std::thread::spawn(move || serve_damaged_bytes(&listener, closes));
+        let address = start_fetcher(answer);
         let mut raw = RawTcpClient::greet(&controller);
-        let (located, _) =
-            raw.request(r#"{"op":"locate","key":"policy","selector":"newest"}"#, b"");
-        let archives = located["leased"]["archives"].as_object().unwrap();
-        let blob = archives.values().next().unwrap()["blob"].as_str().unwrap().to_owned();
-        let announce =
-            json!({"op": "announce", "blob": blob, "address": address, "is_complete": true});
-        let nothing = json!({"fetchers": [], "tables": 0, "crc32": 0});
-        assert_eq!(raw.request(&announce.to_string(), b"").0, json!({"blob_fetchers": nothing}));
+        let blob = announce_fetcher(&mut raw, &address);
         generator.prefetch(&key(), &[], &GetOptions::default()).unwrap();
         assert_eq!(get(&generator), dict);
         let avoided = proxy_daemon.metric("tssd_avoided_fetchers_total");

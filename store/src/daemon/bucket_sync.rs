@@ -494,9 +494,10 @@ impl BucketReplicator {
             allocated.push((name, reason, archived, writing, len));
         }
         let (mut restores, permits) = (JoinSet::new(), Arc::new(Semaphore::new(MAX_RESTORES)));
+        let (mut outcome, since) = (Ok(()), Instant::now());
         for (name, reason, archived, writing, len) in allocated {
             let Some(writing) = writing else {
-                let source = Arc::new(self.bucket_source(&name, &archived, &hosts).await);
+                let source = Arc::new(self.bucket_source(&name, &archived, &hosts, since).await);
                 let (replicas, permits) = (self.replicas.clone(), permits.clone());
                 restores.spawn(boxed(async move {
                     let _permit = permits.acquire_owned().await;
@@ -504,11 +505,13 @@ impl BucketReplicator {
                 }));
                 continue;
             };
-            self.copy_blob(name, archived, writing).await?;
+            outcome = self.copy_blob(name, archived, writing).await;
+            if outcome.is_err() {
+                break;
+            }
             self.count_restored(reason, len);
         }
         // All of them, also after an error: each has its bucket recorded until it ends.
-        let mut outcome = Ok(());
         while let Some(restored) = restores.join_next().await {
             let failed = |error| Error::io(&self.bucket_url, std::io::Error::other(error));
             match restored.map_err(failed).and_then(|restored| restored) {
@@ -555,21 +558,24 @@ impl BucketReplicator {
     }
 
     /// Returns the source of a blob that this daemon restores together with other daemons.
+    ///
+    /// A host that has answered at or after `since` is not probed again.
     async fn bucket_source(
         &self,
         name: &str,
         archived: &OpenArchive,
         hosts: &[Endpoint],
+        since: Instant,
     ) -> BucketSource {
         // All daemons find the same ones first.
         let hash =
             |host: &&Endpoint| *blake3::hash(format!("{name}\0{host}").as_bytes()).as_bytes();
         let mut hosts: Vec<&Endpoint> = hosts.iter().collect();
         hosts.sort_by_cached_key(hash);
-        let (remote_blobs, now) = (self.replicas.remote_blobs(), Instant::now());
+        let remote_blobs = self.replicas.remote_blobs();
         let mut registries = Vec::new();
         for host in hosts {
-            if remote_blobs.own() == Some(host) || remote_blobs.is_reachable(host, now).await {
+            if remote_blobs.own() == Some(host) || remote_blobs.is_reachable(host, since).await {
                 registries.push(host.clone());
             }
             if registries.len() == REGISTRIES {

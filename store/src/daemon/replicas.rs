@@ -6,9 +6,9 @@
 mod partial;
 mod progress;
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::ops;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,6 +76,44 @@ struct CompleteReplica {
     number: u64,
     len: u64,
     progress: Arc<FetchProgress>,
+}
+
+/// Progress of the fetches of the archives of a version.
+struct VersionProgress {
+    /// Size of the archives.
+    bytes: u64,
+    present_bytes: u64,
+    senders: BTreeMap<String, u64>,
+    /// From the begin of the first fetch to the end of the last one.
+    span: ops::Range<Instant>,
+    /// Bytes per second of the fetches that run, if one does.
+    rate: Option<u64>,
+    is_slow: bool,
+}
+
+impl VersionProgress {
+    fn new(span: ops::Range<Instant>) -> Self {
+        let (senders, rate) = (BTreeMap::new(), None);
+        Self { bytes: 0, present_bytes: 0, senders, span, rate, is_slow: false }
+    }
+
+    fn status(self, key: &Key, version: u64) -> ReplicaStatus {
+        let Self { bytes, present_bytes, senders, span, rate, is_slow } = self;
+        let duration = span.end.saturating_duration_since(span.start);
+        let mean = || progress::rate(senders.values().sum(), duration);
+        let bytes_per_second = rate.unwrap_or_else(mean);
+        let key = key.to_string();
+        ReplicaStatus {
+            key,
+            version,
+            bytes,
+            present_bytes,
+            senders,
+            bytes_per_second,
+            is_slow,
+            duration,
+        }
+    }
 }
 
 impl Inner {
@@ -207,10 +245,12 @@ impl Replicas {
         completed.map(|()| source.read_bytes())
     }
 
-    /// Returns the versions of which this daemon has replicas, or fetches them. At most [`MAX_STATUSES`] are returned.
+    /// Returns the versions of which this daemon has replicas, or fetches them, in the order in which the fetches began.
+    ///
+    /// The last [`MAX_STATUSES`] are returned.
     pub(crate) fn statuses(&self, now: Instant) -> Vec<ReplicaStatus> {
         let floor = self.remote_blobs.min_fetch_rate();
-        let mut statuses: BTreeMap<(Key, u64), ReplicaStatus> = BTreeMap::new();
+        let mut versions: BTreeMap<(Key, u64), VersionProgress> = BTreeMap::new();
         let inner = self.inner();
         let partial = inner.partial.iter().map(|(name, replica)| {
             (name, replica.len(), replica.present_bytes(), &replica.progress)
@@ -219,30 +259,28 @@ impl Replicas {
         let complete =
             complete.map(|(name, replica)| (name, replica.len, replica.len, &replica.progress));
         for (name, len, present_bytes, progress) in partial.chain(complete) {
-            let Some((key, version)) = blob_key(name).zip(blob_version(name)) else { continue };
-            let status = statuses.entry((key.clone(), version)).or_insert_with(|| ReplicaStatus {
-                key: key.to_string(),
-                version,
-                bytes: 0,
-                present_bytes: 0,
-                senders: BTreeMap::new(),
-                bytes_per_second: 0,
-                is_slow: false,
-                duration: Duration::ZERO,
-            });
-            status.bytes += len;
-            status.present_bytes += present_bytes;
+            let Some(version) = blob_key(name).zip(blob_version(name)) else { continue };
+            let (started, ended) = progress.span(now);
+            let new = || VersionProgress::new(started..ended);
+            let sum = versions.entry(version).or_insert_with(new);
+            sum.bytes += len;
+            sum.present_bytes += present_bytes;
             for (sender, bytes) in progress.senders() {
-                *status.senders.entry(sender).or_default() += bytes;
+                *sum.senders.entry(sender).or_default() += bytes;
             }
-            status.bytes_per_second += progress.rate(now);
-            status.is_slow |= floor.is_some_and(|floor| progress.is_below(floor, now));
-            status.duration = status.duration.max(progress.duration(now));
+            sum.span = sum.span.start.min(started)..sum.span.end.max(ended);
+            if let Some(rate) = progress.rate(now) {
+                *sum.rate.get_or_insert(0) += rate;
+            }
+            sum.is_slow |= floor.is_some_and(|floor| progress.is_below(floor, now));
         }
-        let mut statuses: Vec<ReplicaStatus> = statuses.into_values().collect();
-        statuses.sort_by_key(|status| Reverse(status.duration));
-        statuses.drain(..statuses.len().saturating_sub(MAX_STATUSES));
-        statuses
+        drop(inner);
+        let mut versions: Vec<_> = versions.into_iter().collect();
+        versions.sort_by_key(|(_, version)| version.span.start);
+        versions.drain(..versions.len().saturating_sub(MAX_STATUSES));
+        let status =
+            |((key, number), version): ((Key, u64), VersionProgress)| version.status(&key, number);
+        versions.into_iter().map(status).collect()
     }
 
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
@@ -320,7 +358,7 @@ impl Replicas {
                 Ok(true) if is_restored => self.pool.delete(&replica.name),
                 Ok(true) => {
                     let (len, progress) = (replica.len(), replica.progress.clone());
-                    progress.finish(Instant::now());
+                    progress.end(Instant::now());
                     let complete = CompleteReplica { number, len, progress };
                     inner.complete.insert(replica.name.clone(), complete);
                 }

@@ -616,6 +616,8 @@ impl Session {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {
+                // Most work is done at once, and needs no timer.
+                biased;
                 done = &mut work => return done,
                 () = tokio::time::sleep(KEEPALIVE_INTERVAL) => {
                     in_flight.release_active_slot(0);

@@ -74,7 +74,8 @@ pub(crate) struct DaemonState {
     pub(crate) chunk_verifier: ChunkVerifier,
     /// The daemons that fetch blobs of this one.
     pub(crate) fetchers: Fetchers,
-    pub(crate) uplink: Arc<Uplink>,
+    /// The limits of what this daemon sends to other hosts, if there are some.
+    pub(crate) uplink: Option<Arc<Uplink>>,
     pub(crate) process_watcher: Arc<ProcessWatcher>,
     /// Serializes copies of manifests from other daemons.
     manifest_copy_lock: AsyncMutex<()>,
@@ -236,7 +237,7 @@ impl DaemonState {
             };
         background.spawn(boxed(replicas::maintain(tiers.replicas.clone(), control_plane.clone())));
         let state = Self::new(control_plane, tiers);
-        let uplink = Uplink::new(options.send_rate, options.send_hosts);
+        let uplink = Uplink::limited(options.send_rate, options.send_hosts);
         Ok(Self { uplink, connected_runs, replicator, _background: background, ..state })
     }
 
@@ -253,7 +254,7 @@ impl DaemonState {
             counters: Counters::default(),
             chunk_verifier: ChunkVerifier::default(),
             fetchers: Fetchers::default(),
-            uplink: Uplink::new(None, None),
+            uplink: None,
             process_watcher: Arc::default(),
             manifest_copy_lock: AsyncMutex::default(),
             instance,

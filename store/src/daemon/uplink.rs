@@ -12,7 +12,7 @@ use crate::convert::to_usize;
 use crate::daemon::rate_limiter::RateLimiter;
 use crate::io::sync::Lock;
 
-/// The link from this host to others.
+/// The link from this host to others, with its limits.
 pub(crate) struct Uplink {
     rate_limiter: RateLimiter,
     /// Maximum number of hosts to which bytes are sent at the same time.
@@ -24,14 +24,22 @@ pub(crate) struct Uplink {
 }
 
 impl Uplink {
-    /// Creates a link with a maximum of bytes per second, and of hosts at the same time. `None` means no limit.
-    pub(crate) fn new(bytes_per_second: Option<u64>, max_peers: Option<NonZeroU32>) -> Arc<Self> {
-        Arc::new(Self {
+    /// Creates a link with a maximum of bytes per second, and of hosts at the same time.
+    ///
+    /// Returns `None` if neither is limited.
+    pub(crate) fn limited(
+        bytes_per_second: Option<u64>,
+        max_peers: Option<NonZeroU32>,
+    ) -> Option<Arc<Self>> {
+        if bytes_per_second.is_none() && max_peers.is_none() {
+            return None;
+        }
+        Some(Arc::new(Self {
             rate_limiter: RateLimiter::new(bytes_per_second),
             max_peers: max_peers.map(|max| to_usize(u64::from(max.get()))),
             peers: Lock::default(),
             changed: Notify::new(),
-        })
+        }))
     }
 
     /// Waits until `bytes` bytes may be sent to a host. The permit is dropped when they are sent.
@@ -80,8 +88,9 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn uplink_limits_hosts_and_rate() {
-        let uplink = Uplink::new(Some(1000), NonZeroU32::new(2));
+    async fn uplink_limits_hosts() {
+        assert!(Uplink::limited(None, None).is_none());
+        let uplink = Uplink::limited(None, NonZeroU32::new(2)).expect("it is limited");
         let [first, second, third] = [1, 2, 3].map(|host| IpAddr::from([10, 0, 0, host]));
         let held = [uplink.admit(first, 0).await, uplink.admit(second, 0).await];
         // A host that is served already gets more.

@@ -13,8 +13,10 @@ pub(crate) struct FetchProgress(Lock<Inner>);
 
 struct Inner {
     started: Instant,
-    /// Time from the start to the last byte, once the fetch has ended.
-    duration: Option<Duration>,
+    /// When the fetch ended, or the last bytes came.
+    last: Instant,
+    /// Whether the fetch runs. Before and after, readers may fetch bytes themselves.
+    is_running: bool,
     /// Received bytes by sender: the address of a daemon, or `bucket`.
     senders: BTreeMap<String, u64>,
     /// Begin of the current window, and the bytes received in it.
@@ -25,8 +27,20 @@ struct Inner {
 
 impl FetchProgress {
     pub(crate) fn new(now: Instant) -> Self {
-        let (senders, window) = (BTreeMap::new(), (now, 0));
-        Self(Lock::new(Inner { started: now, duration: None, senders, window, last_rate: None }))
+        Self(Lock::new(Inner {
+            started: now,
+            last: now,
+            is_running: false,
+            senders: BTreeMap::new(),
+            window: (now, 0),
+            last_rate: None,
+        }))
+    }
+
+    /// Records that the fetch begins, or begins again.
+    pub(crate) fn begin(&self, now: Instant) {
+        let mut inner = self.0.lock();
+        (inner.is_running, inner.window, inner.last_rate) = (true, (now, 0), None);
     }
 
     /// Records bytes from a sender.
@@ -36,15 +50,15 @@ impl FetchProgress {
             Some(sum) => *sum += bytes,
             None => drop(inner.senders.insert(sender.to_owned(), bytes)),
         }
+        inner.last = now;
         inner.advance(now);
         inner.window.1 += bytes;
     }
 
     /// Records that the fetch has ended.
-    pub(crate) fn finish(&self, now: Instant) {
+    pub(crate) fn end(&self, now: Instant) {
         let mut inner = self.0.lock();
-        let started = inner.started;
-        inner.duration.get_or_insert(now.saturating_duration_since(started));
+        (inner.is_running, inner.last) = (false, now);
     }
 
     /// Returns the received bytes by sender.
@@ -52,28 +66,26 @@ impl FetchProgress {
         self.0.lock().senders.clone()
     }
 
-    /// Returns the time since the fetch began, or the time that it took.
-    pub(crate) fn duration(&self, now: Instant) -> Duration {
+    /// Returns when the fetch began, and when it ended; the latter is `now` if it runs.
+    pub(crate) fn span(&self, now: Instant) -> (Instant, Instant) {
         let inner = self.0.lock();
-        inner.duration.unwrap_or_else(|| now.saturating_duration_since(inner.started))
+        (inner.started, if inner.is_running { now } else { inner.last })
     }
 
-    /// Returns the bytes per second: over the last two seconds, or over the whole fetch if it has ended.
-    pub(crate) fn rate(&self, now: Instant) -> u64 {
+    /// Returns the bytes per second over the last two seconds. `None` if the fetch does not run.
+    pub(crate) fn rate(&self, now: Instant) -> Option<u64> {
         let mut inner = self.0.lock();
-        if let Some(duration) = inner.duration {
-            return rate(inner.senders.values().sum(), duration);
-        }
         inner.advance(now);
         let (since, bytes) = inner.window;
-        inner.last_rate.unwrap_or_else(|| rate(bytes, now.saturating_duration_since(since)))
+        let current = || rate(bytes, now.saturating_duration_since(since));
+        inner.is_running.then(|| inner.last_rate.unwrap_or_else(current))
     }
 
-    /// Returns whether the fetch was slower than `floor` bytes per second in the last whole window.
+    /// Returns whether the fetch runs, and was slower than `floor` bytes per second in the last whole window.
     pub(crate) fn is_below(&self, floor: u64, now: Instant) -> bool {
         let mut inner = self.0.lock();
         inner.advance(now);
-        inner.duration.is_none() && inner.last_rate.is_some_and(|rate| rate < floor)
+        inner.is_running && inner.last_rate.is_some_and(|rate| rate < floor)
     }
 }
 
@@ -90,7 +102,7 @@ impl Inner {
 }
 
 /// Returns bytes per second.
-fn rate(bytes: u64, duration: Duration) -> u64 {
+pub(crate) fn rate(bytes: u64, duration: Duration) -> u64 {
     let rate = u128::from(bytes) * 1000 / duration.as_millis().max(1);
     u64::try_from(rate).unwrap_or(u64::MAX)
 }
@@ -104,21 +116,28 @@ mod tests {
         let start = Instant::now();
         let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
         let progress = FetchProgress::new(start);
-        let is_rate = |seconds, wanted| progress.rate(at(seconds)) == wanted;
+        assert_eq!(progress.rate(start), None);
+        progress.begin(start);
         progress.add("a", 1000, at(0.5));
-        assert!(is_rate(1.0, 1000) && !progress.is_below(10_000, at(1.0)));
+        assert_eq!(progress.rate(at(1.0)), Some(1000));
+        assert!(!progress.is_below(10_000, at(1.0)));
         progress.add("b", 3000, at(1.5));
         // The first window has ended.
-        assert!(is_rate(2.0, 2000));
+        assert_eq!(progress.rate(at(2.0)), Some(2000));
         assert!(progress.is_below(2001, at(2.1)) && !progress.is_below(1999, at(2.1)));
         progress.add("a", 500, at(3.0));
-        assert!(is_rate(4.0, 250));
-        assert!(is_rate(20.0, 0), "nothing has come since");
-        progress.finish(at(20.0));
-        progress.finish(at(30.0));
-        assert!(is_rate(40.0, 225) && !progress.is_below(1000, at(40.0)));
-        assert_eq!(progress.duration(at(50.0)), Duration::from_secs(20));
-        let senders = [("a".to_owned(), 1500), ("b".to_owned(), 3000)];
+        assert_eq!(progress.rate(at(4.0)), Some(250));
+        assert_eq!(progress.rate(at(20.0)), Some(0), "nothing has come since");
+        assert_eq!(progress.span(at(20.0)), (start, at(20.0)));
+        progress.end(at(21.0));
+        assert_eq!((progress.rate(at(40.0)), progress.span(at(40.0))), (None, (start, at(21.0))));
+        assert!(!progress.is_below(1000, at(40.0)));
+        // The time without a fetch does not count.
+        progress.begin(at(50.0));
+        assert!(!progress.is_below(1000, at(51.0)));
+        progress.add("a", 4000, at(51.0));
+        assert_eq!(progress.rate(at(52.0)), Some(2000));
+        let senders = [("a".to_owned(), 5500), ("b".to_owned(), 3000)];
         assert_eq!(progress.senders(), senders.into());
     }
 }

@@ -31,8 +31,8 @@ impl Session {
                     if without_data {
                         answer.data = Data::default();
                     }
-                    if let Origin::Address(peer) = self.origin {
-                        let uplink = &self.state.uplink;
+                    if let (Some(uplink), Origin::Address(peer)) = (&self.state.uplink, self.origin)
+                    {
                         let permit = uplink.admit(peer.ip(), to_u64(answer.data.len())).await;
                         answer.credits.uplink = Some(permit);
                     }

@@ -73,11 +73,13 @@ async fn fetch(
     let Some(pieces) = replica.pieces(remote_blobs).await? else { return Ok(()) };
     let is_in_bucket = remote_blobs.bucket(&replica.name).is_some();
     let holder = if is_in_bucket { Holder::Bucket } else { Holder::Daemons };
+    replica.progress.begin(Instant::now());
     let fetch = SharedFetch {
         replica: replica.clone(),
         remote_blobs: remote_blobs.clone(),
         plan: FetchPlan::new(fetcher_id(&replica.name, own), pieces.count(), holder),
         pieces,
+        holder,
         wants: Wants::Archive,
         registries,
         fetchers: Vec::new(),
@@ -137,6 +139,7 @@ struct SharedFetch {
     remote_blobs: Arc<RemoteBlobIndex>,
     pieces: Arc<Pieces>,
     plan: FetchPlan,
+    holder: Holder,
     /// What readers of this host want.
     wants: Wants,
     /// The daemons that list the fetchers.
@@ -158,8 +161,11 @@ impl SharedFetch {
         let (mut announcements, mut polls) = (JoinSet::new(), JoinSet::new());
         let mut delays = ANNOUNCE_DELAYS.into_iter();
         self.update_wants();
-        let is_in_bucket = self.remote_blobs.bucket(&self.replica.name).is_some();
-        for delay in [Duration::ZERO, BUCKET_DELAY].iter().take(if is_in_bucket { 2 } else { 1 }) {
+        let first_delays: &[Duration] = match self.holder {
+            Holder::Daemons => &[Duration::ZERO],
+            Holder::Bucket => &[Duration::ZERO, BUCKET_DELAY],
+        };
+        for delay in first_delays {
             let announcement = self.announce(*delay, false);
             let found = tokio::time::timeout(FIRST_ANNOUNCE_TIMEOUT, announcement).await;
             self.set_fetchers(found.unwrap_or_default());
@@ -400,6 +406,7 @@ impl SharedFetch {
 impl PartialReplica {
     /// Ends the shared fetch. Readers fetch the bytes that it has claimed.
     fn end_shared_fetch(&self, mut state: MutexGuard<'_, State>) {
+        self.progress.end(Instant::now());
         state.end_shared_fetch();
         drop(state);
         self.changed.notify_waiters();

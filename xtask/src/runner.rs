@@ -1,8 +1,8 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Read, Write};
 use std::process::{Child, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,9 @@ use crate::workspace::Workspace;
 ///
 /// Many steps wait for timers, disks, downloads or the one thread of a compiler while others compute.
 const MAX_RUNNING: usize = 3;
+
+/// If no step finishes for this time, the run prints the last line of each that is running.
+const PROGRESS_INTERVAL: Duration = Duration::from_mins(5);
 
 /// Runs the steps of each chain in order, and chains in parallel, up to the first step that fails.
 ///
@@ -54,7 +57,13 @@ pub(crate) fn run(
             if schedule.running == 0 {
                 return Ok(());
             }
-            let done = finished.recv().map_err(io::Error::other)??;
+            let done = loop {
+                match finished.recv_timeout(PROGRESS_INTERVAL) {
+                    Ok(done) => break done?,
+                    Err(RecvTimeoutError::Timeout) => schedule.print_progress(workspace),
+                    Err(error) => return Err(io::Error::other(error)),
+                }
+            };
             schedule.finish(done.name);
             println!("{} … {}", done.name, done.summary_line(style));
             if done.failed > 0 && !verbose {
@@ -128,6 +137,15 @@ impl Schedule {
         }
     }
 
+    /// Prints the last line of the log of each running step. A step that never ends thus shows where it is.
+    fn print_progress(&self, workspace: &Workspace) {
+        for name in self.chains.iter().filter_map(|queue| queue.running) {
+            let log = fs::read(workspace.log(name)).unwrap_or_default();
+            let log = String::from_utf8_lossy(&log);
+            println!("{name} … {}", log.trim_end().lines().last().unwrap_or_default());
+        }
+    }
+
     fn into_rest(self) -> impl Iterator<Item = Step> {
         self.chains.into_iter().flat_map(|queue| queue.steps)
     }
@@ -135,7 +153,7 @@ impl Schedule {
 
 /// Runs the command of a step, and writes its log.
 fn execute(workspace: &Workspace, mut step: Step, verbose: bool) -> io::Result<FinishedStep> {
-    let mut log = File::create(workspace.logs().join(format!("{}.log", file_name(step.name))))?;
+    let mut log = File::create(workspace.log(step.name))?;
     writeln!(log, "$ {}", step.command_line())?;
     let start = Instant::now();
     let mut output = Vec::new();
@@ -160,10 +178,6 @@ fn execute(workspace: &Workspace, mut step: Step, verbose: bool) -> io::Result<F
     Ok(done)
 }
 
-fn file_name(step: &str) -> String {
-    step.replace(|letter: char| !letter.is_alphanumeric(), "-")
-}
-
 /// Runs the command of a step. Returns its exit status and its processor time.
 ///
 /// Writes stdout and stderr, in their order, to the log and to `output`.
@@ -174,7 +188,7 @@ fn stream(
     verbose: bool,
     output: &mut Vec<u8>,
 ) -> io::Result<(ExitStatus, Option<Duration>)> {
-    let (reader, writer) = io::pipe()?;
+    let (mut reader, writer) = io::pipe()?;
     let command = &mut step.command;
     command.current_dir(&workspace.root).env("CARGO_TERM_COLOR", "never");
     command.env(etcd::VARIABLE, etcd::program());
@@ -198,14 +212,19 @@ fn stream(
     // The command owns copies of the write end of the pipe. Close them, or the pipe never reports its end.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child?;
-    let mut reader = BufReader::new(reader);
-    let mut line = Vec::new();
-    while reader.read_until(b'\n', &mut line)? > 0 {
-        log.write_all(&line)?;
+    let mut buffer = [0; 8 << 10];
+    loop {
+        // A test writes its name before it runs, without a line break.
+        let bytes = match reader.read(&mut buffer)? {
+            0 => break,
+            count => &buffer[..count],
+        };
+        log.write_all(bytes)?;
         if verbose {
-            io::stdout().write_all(&line)?;
+            io::stdout().write_all(bytes)?;
+            io::stdout().flush()?;
         }
-        output.append(&mut line);
+        output.extend_from_slice(bytes);
     }
     let cpu = processor_time(&child);
     Ok((child.wait()?, cpu))

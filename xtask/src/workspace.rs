@@ -35,4 +35,10 @@ impl Workspace {
     pub(crate) fn logs(&self) -> PathBuf {
         self.target.join("xtask-logs")
     }
+
+    /// Returns the log file of a step.
+    pub(crate) fn log(&self, step: &str) -> PathBuf {
+        let name = step.replace(|letter: char| !letter.is_alphanumeric(), "-");
+        self.logs().join(format!("{name}.log"))
+    }
 }

@@ -75,6 +75,9 @@ pub(crate) struct Args {
     /// Warn if a version comes from other hosts with less than this rate, in bytes per second
     #[arg(long, value_name = "SIZE", requires = "listen")]
     min_fetch_rate: Option<Size>,
+    /// Send hosts that have an earlier version only the difference, and fetch differences
+    #[arg(long, value_enum, default_value = "auto", requires = "listen")]
+    delta: Deltas,
     /// The name by which other daemons reach this one, if that is not the address of --listen
     #[arg(long, value_name = "HOST:PORT", requires = "listen")]
     advertise: Option<String>,
@@ -93,6 +96,15 @@ pub(crate) struct Args {
     /// A client has started it: it is in the background, and ends so many seconds after the last has left
     #[arg(long, hide = true, value_name = "SECONDS")]
     linger: Option<u64>,
+}
+
+/// Whether versions go to other hosts as differences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Deltas {
+    /// If the other host has an earlier version, and the difference is smaller.
+    Auto,
+    /// Versions go whole.
+    Off,
 }
 
 /// Runs the daemon until it stops. Prints one line when it is ready.
@@ -123,6 +135,7 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.send_rate = args.send_rate.map(|Size(rate)| rate);
     options.send_hosts = args.send_hosts;
     options.min_fetch_rate = args.min_fetch_rate.map(|Size(rate)| rate);
+    options.deltas = args.delta == Deltas::Auto;
     options.bucket_rate = args.bucket_rate.map(|Size(rate)| rate);
     if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
         let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());

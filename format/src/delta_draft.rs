@@ -385,6 +385,22 @@ fn matching_storage(base: &Node, reference: &TensorReference) -> Option<u32> {
     run.iter().find(is_alike)?.storage
 }
 
+impl Archive {
+    /// Returns the width of the elements of each storage, as deltas have it: that of its first tensor.
+    ///
+    /// A storage without a tensor, such as a text, has elements of one byte. Elements of 8 and 16 bytes count as several of 4.
+    pub fn element_widths(&self) -> Vec<ElementWidth> {
+        let first = first_tensors(self);
+        let width = |number| {
+            let reference = first.get(&number).map(|(_, reference)| reference);
+            reference.map_or(ElementWidth::One, |reference| {
+                delta_width(&reference.meta, self.storage_len(number))
+            })
+        };
+        (0..self.storage_count()).map(width).collect()
+    }
+}
+
 /// Returns the width of the elements of a delta storage whose first tensor has this metadata.
 fn delta_width(meta: &TensorMeta, storage_len: u64) -> ElementWidth {
     let component = plane_width(Some(meta.dtype())).min(4);

@@ -151,6 +151,7 @@ pub use mmap::{Mmap, map_file};
 pub use number::{Float, Int};
 pub use options::{Compression, FILES_KEY, Options, PACKED_FILES_ATTR, ZSTD_LEVEL_ATTR};
 pub use placement::Placement;
+pub use planes::{PlanesDecoder, PlanesEncoder};
 pub use record::INLINE_MAX_BYTES;
 pub use reference::TensorReference;
 pub use region::Region;

@@ -42,9 +42,24 @@ pub(crate) fn is_plane_width(bytes: u8) -> bool {
     matches!(bytes, 1 | 2 | 4 | 8)
 }
 
-/// Encoder of chunks. Reuses its working memory for every chunk.
+/// Encoder of chunks of codec 2. Reuses its working memory for every chunk.
+///
+/// ```
+/// # #[cfg(feature = "zstd")] {
+/// use tssd_format::{PlanesDecoder, PlanesEncoder};
+///
+/// let raw: Vec<u8> = (0..30_000_u16).flat_map(|at| f32::from(at).to_le_bytes()).collect();
+/// let stored = PlanesEncoder::new()?.encode(&raw, 4)?.expect("the exponents are alike");
+/// assert!(stored.len() < raw.len());
+///
+/// let mut decoded = vec![0; raw.len()];
+/// PlanesDecoder::new()?.decode(&stored, 4, &mut decoded)?;
+/// assert_eq!(decoded, raw);
+/// # }
+/// # Ok::<(), tssd_format::Error>(())
+/// ```
 #[cfg(feature = "zstd")]
-pub(crate) struct PlanesEncoder {
+pub struct PlanesEncoder {
     zstd: Compressor<'static>,
     /// The table, then the planes.
     chunk: Vec<u8>,
@@ -57,8 +72,8 @@ impl PlanesEncoder {
     ///
     /// # Errors
     ///
-    /// `Io` if zstd cannot allocate memory.
-    pub(crate) fn new() -> Result<Self> {
+    /// `Io` if zstd cannot allocate memory; `FeatureMissing` in a build without zstd.
+    pub fn new() -> Result<Self> {
         let zstd = literal_compressor()?;
         Ok(Self { zstd, chunk: Vec::new(), frame: Vec::new() })
     }
@@ -68,7 +83,11 @@ impl PlanesEncoder {
     /// # Errors
     ///
     /// `Io` if zstd cannot allocate memory.
-    pub(crate) fn encode(&mut self, raw: &[u8], width: u8) -> Result<Option<Vec<u8>>> {
+    ///
+    /// # Panics
+    ///
+    /// Panics if `width` is not 1, 2, 4 or 8, or if the chunk is longer than [`MAX_CHUNK_BYTES`](crate::MAX_CHUNK_BYTES).
+    pub fn encode(&mut self, raw: &[u8], width: u8) -> Result<Option<Vec<u8>>> {
         with_plane_width!(width, W => self.encode_planes::<W>(raw))
     }
 
@@ -113,21 +132,32 @@ impl PlanesEncoder {
 
 /// Placeholder in a build without zstd. It has no values.
 #[cfg(not(feature = "zstd"))]
-pub(crate) enum PlanesEncoder {}
+#[expect(missing_debug_implementations, reason = "it has no values")]
+pub enum PlanesEncoder {}
 
 #[cfg(not(feature = "zstd"))]
 impl PlanesEncoder {
-    pub(crate) fn new() -> Result<Self> {
+    /// Fails.
+    ///
+    /// # Errors
+    ///
+    /// `FeatureMissing`.
+    pub fn new() -> Result<Self> {
         Err(Error::new(ErrorKind::FeatureMissing).with_detail("zstd"))
     }
 
-    pub(crate) fn encode(&mut self, _: &[u8], _: u8) -> Result<Option<Vec<u8>>> {
+    /// Cannot be called.
+    ///
+    /// # Errors
+    ///
+    /// None.
+    pub fn encode(&mut self, _: &[u8], _: u8) -> Result<Option<Vec<u8>>> {
         match *self {}
     }
 }
 
-/// Decoder of chunks. Reuses its working memory, which is at most one plane, for every chunk.
-pub(crate) struct PlanesDecoder {
+/// Decoder of chunks of codec 2. Reuses its working memory, which is at most one plane, for every chunk.
+pub struct PlanesDecoder {
     /// Decoder of coded planes, and of chunks of codec 1.
     pub(crate) frames: ZstdDecoder,
     plane: Vec<u8>,
@@ -139,7 +169,7 @@ impl PlanesDecoder {
     /// # Errors
     ///
     /// `Io` if zstd cannot allocate memory.
-    pub(crate) fn new() -> Result<Self> {
+    pub fn new() -> Result<Self> {
         Ok(Self { frames: ZstdDecoder::new()?, plane: Vec::new() })
     }
 
@@ -150,7 +180,11 @@ impl PlanesDecoder {
     /// # Errors
     ///
     /// `PlaneLengths` (F-097) before any byte is decoded; `FrameCorrupt` (F-093).
-    pub(crate) fn decode(&mut self, stored: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
+    ///
+    /// # Panics
+    ///
+    /// Panics if `width` is not 1, 2, 4 or 8.
+    pub fn decode(&mut self, stored: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
         with_plane_width!(width, W => self.decode_planes::<W>(stored, target))
     }
 

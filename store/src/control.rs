@@ -95,6 +95,19 @@ impl From<&VersionInfo> for KnownVersion {
     }
 }
 
+/// A version that was copied to this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PrefetchedVersion {
+    pub(crate) number: u64,
+    pub(crate) id: VersionId,
+    /// Size in bytes of the archives that were not here.
+    pub(crate) size: u64,
+    /// Bytes that were received for them.
+    pub(crate) bytes: u64,
+    /// Number of the version from which they came as differences.
+    pub(crate) base: Option<u64>,
+}
+
 /// The control plane of a store.
 #[async_trait]
 pub(crate) trait Controller: Catalog {
@@ -108,13 +121,12 @@ pub(crate) trait Controller: Catalog {
 
     /// Copies archives of a version into the memory of this host's daemon: `archives` by name, or all.
     ///
-    /// Returns the number and the identity of the version, and the bytes that were received.
     async fn prefetch(
         &self,
         key: &Key,
         selector: Selector,
         archives: Option<Vec<String>>,
-    ) -> Result<(u64, VersionId, u64)>;
+    ) -> Result<PrefetchedVersion>;
 
     /// Follows a key: each version that becomes visible is held until the follower has read it.
     ///

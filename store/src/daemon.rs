@@ -5,6 +5,7 @@ mod chunk_verifier;
 mod connected_runs;
 mod control_plane;
 mod counters;
+mod delta_base;
 mod fetchers;
 mod host_defaults;
 mod http;
@@ -13,6 +14,7 @@ mod peers;
 mod process_watcher;
 mod proxy;
 mod rate_limiter;
+mod read_encoder;
 pub(crate) mod remote_blobs;
 mod replicas;
 mod reserve_fd;
@@ -105,6 +107,10 @@ pub struct DaemonOptions {
     pub send_hosts: Option<NonZeroU32>,
     /// Rate in bytes per second below which a fetch from other hosts is slow: the daemon logs a warning.
     pub min_fetch_rate: Option<u64>,
+    /// Whether hosts that have an earlier version get the difference only.
+    ///
+    /// Then the archives of the version that was deleted last are retained, in memory that nothing else needs.
+    pub deltas: bool,
     /// `HOST:PORT` at which other hosts reach this daemon, if it differs from `listen`.
     pub advertise: Option<String>,
     /// Time without a client after which the daemon exits. If `None`, it does not exit by itself.
@@ -160,6 +166,7 @@ impl DaemonOptions {
             send_rate: None,
             send_hosts: None,
             min_fetch_rate: None,
+            deltas: true,
             advertise: None,
             linger: None,
         }

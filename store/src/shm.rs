@@ -8,7 +8,8 @@ mod pool;
 mod segment;
 
 pub(crate) use pool::{
-    BlobWriter, DeviceSpan, Evictor, PeerId, Pool, PoolExhausted, SegmentId, SegmentMemory, Span,
+    BlobWriter, DeviceSpan, Evictor, PeerId, Pool, PoolExhausted, Retain, SegmentId, SegmentMemory,
+    Span,
 };
 #[cfg(test)]
 pub(crate) use segment::create;

@@ -65,6 +65,9 @@ pub struct ReplicaStatus {
     pub present_bytes: u64,
     /// Bytes that came from each sender: a daemon by its address, or `bucket`.
     pub senders: BTreeMap<String, u64>,
+    /// Number of the version from which they came as differences. `None` if they came whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<u64>,
     /// Bytes per second: in the last two seconds, or of the whole fetch if it has ended.
     pub bytes_per_second: u64,
     /// Whether a fetch is slower than the daemon expects.
@@ -112,6 +115,9 @@ pub struct MemoryStatus {
     pub retired_bytes: u64,
     /// Bytes of `used_bytes` that are free and still mapped.
     pub free_bytes: u64,
+    /// Bytes of `used_bytes` in deleted archives from which deltas are made. They are evicted first.
+    #[serde(default)]
+    pub retained_bytes: u64,
     /// Bytes of segments in GPU memory. They are not part of `used_bytes`.
     pub device_bytes: u64,
     /// Number of segments.

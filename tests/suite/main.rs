@@ -24,6 +24,9 @@ mod daemon;
 mod daemon_lifecycle;
 /// Damaged and foreign files: verification detects every change, and no reader panics.
 mod damage;
+/// Versions that go to other hosts as differences.
+#[cfg(target_os = "linux")]
+mod delta_transfers;
 /// Deltas between versions: made, applied and folded.
 mod deltas;
 /// The documents: names and links resolve, and statements about stores hold.

@@ -446,6 +446,24 @@ fn invalid_ranges_are_refused() {
     assert_eq!(get(&store), dict);
 }
 
+/// Daemons that take each other for holders would wait for each other.
+#[test]
+fn read_of_local_bytes_asks_no_other_daemon() {
+    let controller = TestDaemon::new(1 << 30);
+    let generator = TestDaemon::with_controller(&controller);
+    let dict = model(1, 3);
+    controller.connect().put_state_dict(&key(), &dict, &PutOptions::default()).unwrap();
+    let mut raw = RawTcpClient::greet(&generator);
+    let locate = json!({"op": "locate", "key": key().as_str(), "selector": "newest"});
+    let (leased, _) = raw.request(&locate.to_string(), b"");
+    let (_, archive) = leased["leased"]["archives"].as_object().unwrap().iter().next().unwrap();
+    let read = |local_only: bool| json!({"op": "read", "blob": archive["blob"], "ranges": [[0, 64]], "local_only": local_only});
+    assert_eq!(raw.request_failure(&read(true), b"").0, "not_found");
+    assert_eq!(raw.request(&read(false).to_string(), b"").1.len(), 64);
+    // Now it has these bytes.
+    assert_eq!(raw.request(&read(true).to_string(), b"").1.len(), 64);
+}
+
 #[test]
 fn framed_archive_must_have_announced_length() {
     let daemon = TestDaemon::new(1 << 30);

@@ -25,8 +25,11 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     let options = GetOptions { version, ..GetOptions::default() };
     let report = store.prefetch(key, &[], &options).map_err(|error| store_failure(&error))?;
     spinner.finish_and_clear();
+    let base = report.base.map_or_else(String::new, |base| {
+        format!(": the difference of {} from version {base}", Size(report.size))
+    });
     let line = format!(
-        "{key}@{}: {} in {:.2} s, {}",
+        "{key}@{}: {} in {:.2} s, {}{base}",
         report.version,
         Size(report.bytes),
         report.seconds,
@@ -37,6 +40,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         "version": report.version,
         "id": report.id.to_string(),
         "bytes": report.bytes,
+        "size": report.size,
+        "base": report.base,
         "seconds": report.seconds,
     });
     console.report(line, &json)?;

@@ -51,6 +51,9 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         format_seconds(status.cpu_time),
         Size(moved),
     ))?;
+    if memory.retained_bytes > 0 {
+        print(format!("retained for deltas: {}\n", Size(memory.retained_bytes)))?;
+    }
     if memory.device_bytes > 0 {
         print(format!("memory of GPUs: {}\n", Size(memory.device_bytes)))?;
     }
@@ -117,6 +120,7 @@ fn replica_table(status: &DaemonStatus) -> Table {
         ("RATE", Align::Right),
         ("TIME", Align::Right),
         ("FROM", Align::Left),
+        ("BASE", Align::Right),
     ]);
     for replica in &status.replicas {
         let senders = replica.senders.iter();
@@ -131,6 +135,7 @@ fn replica_table(status: &DaemonStatus) -> Table {
             format!("{}/s{slow}", Size(replica.bytes_per_second)),
             format_seconds(replica.duration),
             senders.join(", "),
+            replica.base.map_or_else(String::new, |base| base.to_string()),
         ]);
     }
     replicas

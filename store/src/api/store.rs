@@ -11,7 +11,7 @@ use super::follower::Follower;
 use super::publisher::Publisher;
 use super::reader::VersionReader;
 use super::subscription::Subscription;
-use crate::control::{Controller, VersionInfo};
+use crate::control::{Controller, PrefetchedVersion, VersionInfo};
 use crate::engine::context::Context;
 use crate::engine::get::{GetOptions, GetReport, LeafPart, Read, Target, fill};
 use crate::engine::put::{PendingPut, PutOptions, PutReport};
@@ -193,9 +193,10 @@ impl Store {
             let archives = read.archives_of(wanted)?;
             (Selector::Id(version.id), Some(archives.into_iter().collect()))
         };
-        let (version, id, bytes) = self.0.controller().prefetch(key, selector, archives).await?;
+        let PrefetchedVersion { number: version, id, size, bytes, base } =
+            self.0.controller().prefetch(key, selector, archives).await?;
         let seconds = started.elapsed().as_secs_f64();
-        Ok(PrefetchReport { version, id, bytes, seconds })
+        Ok(PrefetchReport { version, id, bytes, size, base, seconds })
     }
 
     /// Reads a state dict: whole, or with the slices that the options select.
@@ -488,8 +489,12 @@ pub struct PrefetchReport {
     pub version: u64,
     /// The id of the version.
     pub id: VersionId,
-    /// Bytes received from other hosts. Archives are received as a whole.
+    /// Bytes received from other hosts, encoded as they came.
     pub bytes: u64,
+    /// Size in bytes of the archives that were not on this host.
+    pub size: u64,
+    /// Number of the version from which they came as differences. `None` if they came whole.
+    pub base: Option<u64>,
     /// Duration in seconds.
     pub seconds: f64,
 }

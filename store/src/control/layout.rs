@@ -51,3 +51,62 @@ pub(crate) fn is_archive(name: &str) -> bool {
         && parts.next().is_some_and(is_attempt)
         && parts.all(is_number)
 }
+
+/// The parts of the name of an archive.
+pub(crate) struct ArchiveName<'a> {
+    key: &'a str,
+    /// Epoch and number of the version.
+    pub(crate) position: (u32, u64),
+    writer: &'a str,
+    /// Number of the archive among those of its writer.
+    number: &'a str,
+}
+
+impl<'a> ArchiveName<'a> {
+    /// Parses a name in a volume. Returns `None` if it is not that of an archive.
+    pub(crate) fn parse(name: &'a str) -> Option<Self> {
+        let (folder, file) = name.rsplit_once('/')?;
+        let (key, version) = folder.rsplit_once('/')?;
+        if !is_version(version) || !is_archive(file) {
+            return None;
+        }
+        let mut parts = version.split('-');
+        let position = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+        let mut parts = file.strip_suffix(".tssd")?.split('-');
+        let writer = parts.next()?;
+        Some(Self { key, position, writer, number: parts.nth(1).unwrap_or_default() })
+    }
+
+    /// Returns the beginning of the names of all archives of the key.
+    pub(crate) fn prefix(&self) -> String {
+        format!("{}/", self.key)
+    }
+
+    /// Returns what distinguishes the archive from the others of its version.
+    pub(crate) fn role(&self) -> (&'a str, &'a str) {
+        (self.writer, self.number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn archive_names_have_parts() {
+        let name = "a/b/1-20-0123456789abcdef/3-00112233445566778899aabbccddeeff-2.tssd";
+        let parsed = ArchiveName::parse(name).unwrap();
+        assert_eq!((parsed.prefix().as_str(), parsed.position), ("a/b/", (1, 20)));
+        assert_eq!(parsed.role(), ("3", "2"));
+        let first = "a/b/1-9-0123456789abcdef/3-00112233445566778899aabbccddeeff.tssd";
+        assert_eq!(ArchiveName::parse(first).unwrap().role(), ("3", ""));
+        for other in [
+            "a/b/1-9-0123456789abcdef/manifest.tssd",
+            "fetch/17",
+            "1-9-0123456789abcdef/3-00112233445566778899aabbccddeeff.tssd",
+            "a/b/3-00112233445566778899aabbccddeeff.tssd",
+        ] {
+            assert!(ArchiveName::parse(other).is_none(), "{other}");
+        }
+    }
+}

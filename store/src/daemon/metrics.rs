@@ -189,6 +189,11 @@ impl Page {
             "Bytes of retired segments that a process still maps.",
             memory.retired_bytes,
         );
+        self.gauge(
+            "memory_retained_bytes",
+            "Bytes of deleted archives that are retained to make deltas.",
+            memory.retained_bytes,
+        );
         self.gauge("segments", "Number of segments.", memory.segments);
         self.counter(
             "segment_created_bytes_total",

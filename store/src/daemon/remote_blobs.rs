@@ -11,13 +11,16 @@ use tokio::sync::{Mutex as AsyncMutex, Semaphore};
 use tssd_format::{Blob, checksum};
 
 use crate::blob::RemoteArchive;
+use crate::convert::{to_u64, to_usize};
 use crate::daemon::chunk_verifier::{ChunkVerifier, gather};
+use crate::daemon::delta_base::DeltaBase;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard};
-use crate::net::client::{Announcement, ConnectionPool};
+use crate::net::client::{Announcement, ConnectionPool, RangesRequest};
+use crate::net::encoding;
 use crate::net::tls::{Endpoint, Identity};
-use crate::net::wire::{BlobFetcher, Range, ReadChecksum};
+use crate::net::wire::{BlobFetcher, Encodings, Range, ReadChecksum};
 
 /// Timeout of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -105,8 +108,26 @@ pub(crate) struct ReplicaLocation {
 pub(crate) struct RemoteRead {
     pub(crate) data: Bytes,
     pub(crate) checksum: ReadChecksum,
+    /// The bytes as they came, if they came encoded, and which encodings were accepted.
+    pub(crate) encoded: Option<(Bytes, Encodings)>,
     /// The address of a daemon, or [`BUCKET`].
     pub(crate) sender: String,
+}
+
+impl RemoteRead {
+    /// Returns how many bytes were sent for it.
+    pub(crate) fn moved_bytes(&self) -> u64 {
+        to_u64(self.encoded.as_ref().map_or(self.data.len(), |(encoded, _)| encoded.len()))
+    }
+}
+
+/// Encodings in which the bytes of a blob may come.
+#[derive(Clone, Default)]
+pub(crate) struct ReadEncodings {
+    /// An archive that this daemon has, from which they may be differences.
+    pub(crate) base: Option<Arc<dyn DeltaBase>>,
+    /// Whether they may be in byte planes.
+    pub(crate) planes: bool,
 }
 
 /// Name of the bucket as a sender.
@@ -360,18 +381,20 @@ impl RemoteBlobIndex {
         name: &str,
         ranges: &[Range],
         verify: bool,
+        encodings: &ReadEncodings,
     ) -> Result<RemoteRead> {
         if let Some(bucket) = self.bucket(name) {
             let (data, checksum) = bucket.read(name, ranges, verify).await?;
-            return Ok(RemoteRead { data, checksum, sender: BUCKET.to_owned() });
+            return Ok(RemoteRead { data, checksum, encoded: None, sender: BUCKET.to_owned() });
         }
-        let (blob, ranges) = (name.to_owned(), ranges.to_vec());
-        let read = move |connections: &ConnectionPool| {
-            read_from(connections, &blob, ranges.clone(), verify)
-        };
-        let ((data, checksum), location) = self.call_holder(name, read).await?;
-        self.count_read(location.kind, &data);
-        Ok(RemoteRead { data, checksum, sender: location.endpoint.to_string() })
+        let (ranges, encodings) = (ranges.to_vec(), encodings.clone());
+        let request = RemoteRequest { ranges, verify, local_only: true, encodings };
+        let blob = name.to_owned();
+        let read = move |connections: &ConnectionPool| read_from(connections, &blob, &request);
+        let (mut read, location) = self.call_holder(name, read).await?;
+        self.count_read(location.kind, read.moved_bytes());
+        read.sender = location.endpoint.to_string();
+        Ok(read)
     }
 
     /// Returns the CRC-32 of ranges of a blob. The daemon that has them verifies their chunks first.
@@ -441,8 +464,7 @@ impl RemoteBlobIndex {
         run_blocking(move || call(&connections)).await
     }
 
-    fn count_read(&self, kind: ReplicaKind, data: &Bytes) {
-        let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+    fn count_read(&self, kind: ReplicaKind, bytes: u64) {
         *self.inner().traffic.read_bytes.entry(kind).or_default() += bytes;
     }
 
@@ -511,15 +533,18 @@ impl RemoteBlobIndex {
         endpoint: &Endpoint,
         name: &str,
         ranges: Vec<Range>,
-    ) -> Result<Bytes> {
+        encodings: &ReadEncodings,
+    ) -> Result<RemoteRead> {
         // These reads wait for other daemons. Reads from holders must not wait for them: they have permits of their own.
         let permit = self.fetcher_permits.clone().acquire_owned().await;
         let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
         let (connections, blob) = (self.connections(endpoint), name.to_owned());
-        let read = move || read_from(&connections, &blob, ranges, false);
-        let (data, _) = run_blocking(read).await?;
-        self.inner().traffic.fetcher_bytes += u64::try_from(data.len()).unwrap_or(u64::MAX);
-        Ok(data)
+        let encodings = encodings.clone();
+        let request = RemoteRequest { ranges, verify: false, local_only: false, encodings };
+        let read = move || read_from(&connections, &blob, &request);
+        let read = RemoteRead { sender: endpoint.to_string(), ..run_blocking(read).await? };
+        self.inner().traffic.fetcher_bytes += read.moved_bytes();
+        Ok(read)
     }
 
     /// Counts a fetcher that failed, or sent damaged bytes.
@@ -603,19 +628,46 @@ impl RemoteBlobIndex {
     }
 }
 
+/// A read from another daemon.
+#[derive(Clone)]
+struct RemoteRequest {
+    ranges: Vec<Range>,
+    verify: bool,
+    /// Whether the daemon may not read from others: daemons that take each other for holders would wait for each other.
+    local_only: bool,
+    encodings: ReadEncodings,
+}
+
 /// Reads ranges of a blob from one daemon, and checks the length and, for `verify`, the checksum.
 fn read_from(
     connections: &ConnectionPool,
     blob: &str,
-    ranges: Vec<Range>,
-    verify: bool,
-) -> Result<(Bytes, ReadChecksum)> {
+    request: &RemoteRequest,
+) -> Result<RemoteRead> {
+    let RemoteRequest { ranges, verify, local_only, encodings } = request;
     let bytes =
         ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.total_bytes(u64::MAX)?));
-    let (data, sum) = connections.fetch_ranges(blob, ranges, verify)?;
+    let base = encodings.base.as_ref().and_then(|base| Some((base, base.read(ranges)?)));
+    let name = base.as_ref().map(|(base, _)| base.name().to_owned());
+    let accept = Encodings { base: name, planes: encodings.planes };
+    let request = RangesRequest {
+        ranges: ranges.clone(),
+        verify: *verify,
+        local_only: *local_only,
+        accept: accept.clone(),
+    };
+    let (received, reply) = connections.fetch_ranges(blob, request)?;
+    let (data, encoded) = if reply.is_encoded {
+        let mut data = vec![0; to_usize(bytes.unwrap_or_default())];
+        encoding::decode(&received, base.as_ref().map(|(_, base)| &base[..]), &mut data)?;
+        (data.into(), Some((received, accept)))
+    } else {
+        (received, None)
+    };
+    let checksum = ReadChecksum { crc32: reply.crc32 };
     let is_whole = u64::try_from(data.len()).ok() == bytes;
-    if is_whole && (!verify || sum.crc32 == Some(checksum(&data))) {
-        return Ok((data, sum));
+    if is_whole && (!*verify || checksum.crc32 == Some(tssd_format::checksum(&data))) {
+        return Ok(RemoteRead { data, checksum, encoded, sender: String::new() });
     }
     let text = format_args!("bytes of `{blob}` came damaged; get them again");
     Err(Error::new(ErrorKind::Corrupt, text))

@@ -18,9 +18,11 @@ use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tssd_format::Archive;
 
-use crate::control::layout::{folder_of, version_number};
+use crate::control::layout::{ArchiveName, folder_of, version_number};
 use crate::daemon::control_plane::ControlPlane;
-use crate::daemon::remote_blobs::{BucketSource, RemoteBlobIndex};
+use crate::daemon::delta_base::{DeltaBase, HeldArchive, newest_earlier, retain_versions};
+use crate::daemon::read_encoder::ReadEncoder;
+use crate::daemon::remote_blobs::{BucketSource, ReadEncodings, RemoteBlobIndex};
 pub(crate) use crate::daemon::replicas::partial::MIN_SHARED_BYTES;
 use crate::daemon::replicas::partial::{PartialReplica, ReplicaBuffer, Waiting};
 use crate::daemon::replicas::progress::FetchProgress;
@@ -31,7 +33,7 @@ use crate::io::sync::{Lock, MutexGuard, boxed};
 use crate::key::Key;
 use crate::net::client::Announcement;
 use crate::net::wire::{MAX_INLINE_BYTES, Range, ReadChecksum};
-use crate::shm::{Evictor, Pool, PoolExhausted};
+use crate::shm::{Evictor, Pool, PoolExhausted, Retain};
 use crate::status::{MAX_STATUSES, ReplicaStatus};
 
 /// Minimum length in bytes of the runs of a strided read that are cached.
@@ -41,6 +43,9 @@ const MIN_CACHED_RUN: u64 = 256;
 
 /// Interval at which replicas of versions that are no longer visible are removed.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Time without a fetch after which a replica needs no base any more.
+const BASE_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time that a read waits for the list of visible versions.
 const VERSIONS_TIMEOUT: Duration = Duration::from_secs(1);
@@ -52,6 +57,9 @@ const ALLOCATION_RETRY_DELAY: Duration = Duration::from_secs(1);
 pub(crate) struct Replicas {
     pool: Arc<Pool>,
     remote_blobs: Arc<RemoteBlobIndex>,
+    encoder: Arc<ReadEncoder>,
+    /// Whether archives come as differences from earlier ones.
+    deltas: bool,
     inner: Lock<Inner>,
     /// Excludes evictions while the replicas of this host are recorded in a ledger.
     eviction_lock: AsyncMutex<()>,
@@ -63,6 +71,8 @@ pub(crate) struct Replicas {
 struct Inner {
     /// Replicas that are incomplete, by name.
     partial: BTreeMap<String, Arc<PartialReplica>>,
+    /// Incomplete replicas of versions that are no longer visible. Later versions come as differences from them.
+    replaced: BTreeMap<String, Arc<PartialReplica>>,
     /// Complete replicas, which are in the pool.
     complete: BTreeMap<String, CompleteReplica>,
     /// Archives for which there was no memory, and the time of the attempt.
@@ -86,6 +96,8 @@ struct VersionProgress {
     senders: BTreeMap<String, u64>,
     /// From the begin of the first fetch to the end of the last one.
     span: ops::Range<Instant>,
+    /// Number of the version from which they came as differences.
+    base: Option<u64>,
     /// Bytes per second of the fetches that run, if one does.
     rate: Option<u64>,
     is_slow: bool,
@@ -94,11 +106,11 @@ struct VersionProgress {
 impl VersionProgress {
     fn new(span: ops::Range<Instant>) -> Self {
         let (senders, rate) = (BTreeMap::new(), None);
-        Self { bytes: 0, present_bytes: 0, senders, span, rate, is_slow: false }
+        Self { bytes: 0, present_bytes: 0, senders, span, base: None, rate, is_slow: false }
     }
 
     fn status(self, key: &Key, version: u64) -> ReplicaStatus {
-        let Self { bytes, present_bytes, senders, span, rate, is_slow } = self;
+        let Self { bytes, present_bytes, senders, span, base, rate, is_slow } = self;
         let duration = span.end.saturating_duration_since(span.start);
         let mean = || progress::rate(senders.values().sum(), duration);
         let bytes_per_second = rate.unwrap_or_else(mean);
@@ -109,6 +121,7 @@ impl VersionProgress {
             bytes,
             present_bytes,
             senders,
+            base,
             bytes_per_second,
             is_slow,
             duration,
@@ -127,9 +140,17 @@ impl Inner {
 }
 
 impl Replicas {
-    pub(crate) fn new(pool: Arc<Pool>, remote_blobs: Arc<RemoteBlobIndex>) -> Self {
+    /// Creates the cache. If `deltas` is true, archives come as differences from earlier ones.
+    pub(crate) fn new(pool: Arc<Pool>, remote_blobs: Arc<RemoteBlobIndex>, deltas: bool) -> Self {
         let (inner, eviction_lock) = (Lock::default(), AsyncMutex::default());
-        Self { pool, remote_blobs, inner, eviction_lock, changed: Notify::new() }
+        let encoder = Arc::new(ReadEncoder::new(pool.clone()));
+        let changed = Notify::new();
+        Self { pool, remote_blobs, encoder, deltas, inner, eviction_lock, changed }
+    }
+
+    /// Returns the encoder of the bytes that other daemons read. `None` if they go as they are.
+    pub(crate) fn encoder(&self) -> Option<&Arc<ReadEncoder>> {
+        Some(&self.encoder).filter(|_| self.deltas)
     }
 
     /// Returns the pool that contains the complete replicas.
@@ -184,7 +205,8 @@ impl Replicas {
             }
         }
         // This read is not cached.
-        let read = self.remote_blobs.read(name, ranges, verify).await?;
+        let encodings = ReadEncodings::default();
+        let read = self.remote_blobs.read(name, ranges, verify, &encodings).await?;
         Ok(Some((read.data, read.checksum)))
     }
 
@@ -272,6 +294,7 @@ impl Replicas {
             if let Some(rate) = progress.rate(now) {
                 *sum.rate.get_or_insert(0) += rate;
             }
+            sum.base = sum.base.max(progress.base());
             sum.is_slow |= floor.is_some_and(|floor| progress.is_below(floor, now));
         }
         drop(inner);
@@ -281,6 +304,14 @@ impl Replicas {
         let status =
             |((key, number), version): ((Key, u64), VersionProgress)| version.status(&key, number);
         versions.into_iter().map(status).collect()
+    }
+
+    /// Returns how many bytes were received for an archive, and the version from which they came as differences.
+    pub(crate) fn fetched(&self, name: &str) -> Option<(u64, Option<u64>)> {
+        let inner = self.inner();
+        let complete = inner.complete.get(name).map(|replica| &replica.progress);
+        let progress = complete.or_else(|| Some(&inner.partial.get(name)?.progress))?;
+        Some((progress.senders().values().sum(), progress.base()))
     }
 
     fn partial(&self, name: &str) -> Option<Arc<PartialReplica>> {
@@ -310,9 +341,27 @@ impl Replicas {
                 Err(exhausted) => return Ok(Err(exhausted)),
             },
         };
-        let replica = Arc::new(PartialReplica::new(name.to_owned(), len, memory));
-        inner.partial.insert(name.to_owned(), replica);
+        let base = if self.deltas { self.find_base(&inner, name, len) } else { None };
+        let encodings = ReadEncodings { base, planes: false };
+        let name = name.to_owned();
+        let encoder = self.encoder.clone();
+        let replica = PartialReplica::new(name.clone(), len, memory, encodings, encoder);
+        let replica = Arc::new(replica);
+        inner.partial.insert(name, replica);
         Ok(Ok(()))
+    }
+
+    /// Returns the newest archive that is like another one, of an earlier version, if there is one in memory.
+    fn find_base(&self, inner: &Inner, name: &str, len: u64) -> Option<Arc<dyn DeltaBase>> {
+        let partial = || inner.partial.values().chain(inner.replaced.values());
+        let prefix = ArchiveName::parse(name)?.prefix();
+        let complete = self.pool.names_with_retained(&prefix);
+        let all = partial().map(|it| (it.name.clone(), it.len())).chain(complete);
+        let base = newest_earlier(name, len, all)?;
+        if let Some(replica) = partial().find(|it| it.name == base) {
+            return Some(replica.clone());
+        }
+        Some(Arc::new(HeldArchive::open(&self.pool, &base)?))
     }
 
     /// Reads the missing bytes of a replica that [`Replicas::allocate`] has allocated, and verifies it.
@@ -376,6 +425,9 @@ impl Replicas {
                 })));
             }
             self.changed.notify_waiters();
+            if published.is_ok() {
+                self.release_base(replica);
+            }
             return published.map(drop);
         }
         self.wait_until_published(replica).await;
@@ -464,12 +516,16 @@ impl Replicas {
     ///
     /// The candidates, in this order:
     ///
-    /// 1. an incomplete replica without a reader;
-    /// 2. the oldest complete replica without a reader;
-    /// 3. if `must` is true, an incomplete replica with readers. They read the rest without the cache.
+    /// 1. an archive of a deleted version that is retained to make deltas;
+    /// 2. an incomplete replica without a reader;
+    /// 3. the oldest complete replica without a reader;
+    /// 4. if `must` is true, an incomplete replica with readers. They read the rest without the cache.
     pub(crate) async fn evict_one(&self, must: bool, control_plane: &dyn ControlPlane) -> bool {
         // No eviction while the replicas are recorded in a ledger.
         let _guard = self.eviction_lock.lock().await;
+        if self.pool.free_retained(None) || self.inner().replaced.pop_first().is_some() {
+            return true;
+        }
         loop {
             let (name, key) = {
                 let mut inner = self.inner();
@@ -542,6 +598,9 @@ impl Replicas {
         if self.is_allocated(name) || self.allocation_failed_recently(name) {
             return;
         }
+        if self.deltas {
+            retain_versions(&self.pool, name, Retain::Last);
+        }
         if let Some(key) = blob_key(name)
             && self.is_first_of_its_version(name)
         {
@@ -610,6 +669,39 @@ impl Replicas {
         }
     }
 
+    /// Frees what is retained of keys that have no version any more.
+    async fn free_deleted_keys(&self, control_plane: &dyn ControlPlane) {
+        for prefix in self.pool.retained_prefixes() {
+            let Some(key) = prefix.strip_suffix('/').and_then(Key::from_path) else { continue };
+            // Without an answer, there may be versions.
+            if control_plane.versions(&key).await.is_ok_and(|versions| versions.is_empty()) {
+                self.pool.free_retained(Some(&prefix));
+                self.inner().replaced.retain(|name, _| blob_key(name).as_ref() != Some(&key));
+            }
+        }
+    }
+
+    /// Releases the bases of replicas for which nothing was fetched for a while.
+    fn release_idle_bases(&self) {
+        let now = Instant::now();
+        let replicas: Vec<_> = self.inner().partial.values().cloned().collect();
+        for replica in replicas {
+            let (_, ended) = replica.progress.span(now);
+            if now.saturating_duration_since(ended) > BASE_IDLE_TIMEOUT {
+                self.release_base(&replica);
+            }
+        }
+    }
+
+    /// Frees the archive from which another one came as a difference. That one is the next base.
+    fn release_base(&self, replica: &PartialReplica) {
+        let Some(base) = replica.take_base() else { return };
+        let name = base.name().to_owned();
+        drop(base);
+        self.pool.free_retained(Some(&name));
+        self.inner().replaced.remove(&name);
+    }
+
     /// Removes a replica. Its memory is freed when it has no reader.
     fn remove_replica(&self, name: &str) {
         let mut inner = self.inner();
@@ -617,6 +709,15 @@ impl Replicas {
             && let Some(replica) = inner.partial.remove(name)
         {
             replica.evict();
+            if self.deltas {
+                drop(replica.take_base());
+                let key = blob_key(name);
+                let is_older = |other: &String| {
+                    blob_key(other) == key && version_folder(other) != version_folder(name)
+                };
+                inner.replaced.retain(|other, _| !is_older(other));
+                inner.replaced.insert(name.to_owned(), replica);
+            }
         }
         let was_complete = inner.complete.remove(name).is_some();
         drop(inner);
@@ -647,10 +748,19 @@ impl Evictor for ReplicaEvictor<'_> {
 pub(crate) async fn maintain(replicas: Arc<Replicas>, control_plane: Arc<dyn ControlPlane>) {
     loop {
         tokio::time::sleep(MAINTENANCE_INTERVAL).await;
+        replicas.pool.free_expired();
         let keys: BTreeSet<Key> =
             replicas.names().iter().filter_map(|name| blob_key(name)).collect();
         for key in keys {
             replicas.remove_replaced(&key, &*control_plane).await;
+        }
+        replicas.release_idle_bases();
+        replicas.free_deleted_keys(&*control_plane).await;
+        if replicas.deltas {
+            // What is read now is the base of what comes next, whenever that is.
+            for name in replicas.names() {
+                retain_versions(&replicas.pool, &name, Retain::Last);
+            }
         }
     }
 }

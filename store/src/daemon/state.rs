@@ -161,7 +161,7 @@ impl DaemonState {
         }
         let remote_blobs = RemoteBlobIndex::new(identity.clone(), own.clone())
             .with_min_fetch_rate(options.min_fetch_rate);
-        let tiers = TieredVolume::new(pool, directory, remote_blobs);
+        let tiers = TieredVolume::new(pool, directory, remote_blobs, options.deltas);
         let mut background = JoinSet::new();
         let connected_runs = Arc::new(ConnectedRuns::default());
         let environment = || Arc::new(SystemEnvironment);

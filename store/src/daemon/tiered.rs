@@ -65,9 +65,10 @@ impl TieredVolume {
         pool: Arc<Pool>,
         directory: Option<DirectoryVolume>,
         remote_blobs: RemoteBlobIndex,
+        deltas: bool,
     ) -> Self {
         let remote_blobs = Arc::new(remote_blobs);
-        let replicas = Arc::new(Replicas::new(pool.clone(), remote_blobs.clone()));
+        let replicas = Arc::new(Replicas::new(pool.clone(), remote_blobs.clone(), deltas));
         Self { memory: PoolVolume(pool.clone()), pool, directory, remote_blobs, replicas }
     }
 

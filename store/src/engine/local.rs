@@ -24,7 +24,9 @@ use tssd_format::MANIFEST_NAME;
 use self::sessions::Session;
 use crate::blob::Volume;
 use crate::control::layout::{archives, folder};
-use crate::control::{ArchivePlacement, BeginResult, Controller, LocatedVersion, Peers, Proposal};
+use crate::control::{
+    ArchivePlacement, BeginResult, Controller, LocatedVersion, Peers, PrefetchedVersion, Proposal,
+};
 use crate::engine::local::version_folder::locate;
 use crate::engine::local::write_transaction::WriteTransaction;
 use crate::error::{Error, ErrorKind, Result};
@@ -250,7 +252,7 @@ impl Controller for LocalController {
         _key: &Key,
         _selector: Selector,
         _archives: Option<Vec<String>>,
-    ) -> Result<(u64, VersionId, u64)> {
+    ) -> Result<PrefetchedVersion> {
         let text = "the store is this process's own or a directory: there is nothing to fetch";
         Err(Error::new(ErrorKind::Invalid, text))
     }

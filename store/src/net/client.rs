@@ -24,17 +24,15 @@ pub(crate) use self::calls::{ReleaseOnDrop, Response};
 use self::maps::SegmentMaps;
 use crate::blob::{OpenArchive, RemoteArchive};
 use crate::control::{
-    self, Catalog, Controller, InlinePut, KnownVersion, LocatedVersion, Proposal, ReadStats,
-    VersionFollower, VersionInfo,
+    self, Catalog, Controller, InlinePut, KnownVersion, LocatedVersion, PrefetchedVersion,
+    Proposal, ReadStats, VersionFollower, VersionInfo,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::key::Key;
-use crate::ledger::{
-    ArchiveDigest, Label, RunId, RunStatus, Selection, Selector, VersionId, VersionPosition,
-};
+use crate::ledger::{ArchiveDigest, Label, RunId, RunStatus, Selection, Selector, VersionPosition};
 use crate::net::client::connection_pool::Connector;
-pub(crate) use crate::net::client::connection_pool::{Announcement, ConnectionPool};
+pub(crate) use crate::net::client::connection_pool::{Announcement, ConnectionPool, RangesRequest};
 use crate::net::client::contribution::RemoteContribution;
 pub(crate) use crate::net::client::launcher::connect_or_start;
 use crate::net::link::{FrameReceiver, FrameSender, split_tcp, split_unix};
@@ -395,7 +393,7 @@ impl Controller for RemoteController {
         key: &Key,
         selector: Selector,
         archives: Option<Vec<String>>,
-    ) -> Result<(u64, VersionId, u64)> {
+    ) -> Result<PrefetchedVersion> {
         if self.0.route.transport != Transport::SharedMemory {
             let text = "versions are fetched into the daemon of this host: serve one with \
                         --controller, and connect to that";
@@ -403,7 +401,9 @@ impl Controller for RemoteController {
         }
         let request = Request::Prefetch { key: key.to_string(), selector, archives };
         match self.send_request(&request, PREFETCH_TIMEOUT).await?.reply {
-            Reply::Prefetched(PrefetchReply { number, id, bytes }) => Ok((number, id, bytes)),
+            Reply::Prefetched(PrefetchReply { number, id, bytes, size, base }) => {
+                Ok(PrefetchedVersion { number, id, size, bytes, base })
+            }
             other => Err(unexpected_reply(&other)),
         }
     }

@@ -9,8 +9,8 @@ pub(crate) use frame::{
     MAX_WRITE_BYTES,
 };
 pub(crate) use message::{
-    Archives, Begin, BeginReply, BlobFetcher, BlobFetchers, Failure, Hello, KeyPage, LeaseReply,
-    Location, Notice, PrefetchReply, ProtocolVersion, ReadChecksum, Reply, Request, SharedSegment,
-    UnreadCounts, Welcome, WriteTarget,
+    Archives, Begin, BeginReply, BlobFetcher, BlobFetchers, Encodings, Failure, Hello, KeyPage,
+    LeaseReply, Location, Notice, PrefetchReply, ProtocolVersion, ReadChecksum, ReadReply, Reply,
+    Request, SharedSegment, UnreadCounts, Welcome, WriteTarget,
 };
 pub(crate) use range::{MAX_READ_BYTES, Piece, Range};

@@ -11,6 +11,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use async_trait::async_trait;
 
@@ -92,6 +93,15 @@ pub(crate) struct SegmentMemory {
 pub(crate) trait Evictor: Sync {
     /// Evicts one item. Returns false if there is no evict candidate.
     async fn evict_one(&self) -> bool;
+}
+
+/// Which deleted blobs are retained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Retain {
+    /// Those after which no other folder with the prefix has blobs.
+    Last,
+    /// All.
+    Superseded,
 }
 
 /// Returns the bytes of a slab that a blob of `len` bytes takes.
@@ -403,10 +413,63 @@ impl Pool {
         names.take_while(|name| name.starts_with(prefix)).cloned().collect()
     }
 
-    /// Opens a blob for the daemon itself.
+    /// Has deleted blobs retained until `until`, or until the memory is needed, whose names begin with a prefix.
+    ///
+    /// After the prefix, a name has a folder and a file. Only blobs of the folder that was deleted last are retained, and no small
+    /// ones.
+    pub(crate) fn retain_deleted(&self, prefix: &str, retain: Retain, until: Instant) {
+        let mut inner = self.inner();
+        inner.retained_prefixes.retain(|_, until| Instant::now() < *until);
+        inner.retained_prefixes.insert((prefix.to_owned(), retain), until);
+    }
+
+    /// Returns the prefixes of names whose deleted blobs are retained.
+    pub(crate) fn retained_prefixes(&self) -> Vec<String> {
+        self.inner().retained_prefixes.keys().map(|(prefix, _)| prefix.clone()).collect()
+    }
+
+    /// Frees the retained blobs whose time has passed.
+    pub(crate) fn free_expired(&self) {
+        let mut inner = self.inner();
+        let prefixes = inner.retained_prefixes.clone();
+        inner.free_retained("", |name| {
+            let is_kept = |((prefix, _), until): (&(String, Retain), &Instant)| {
+                name.starts_with(prefix) && Instant::now() < *until
+            };
+            !prefixes.iter().any(is_kept)
+        });
+        drop(inner);
+        self.freed.notify_waiters();
+    }
+
+    /// Frees the retained blobs with a prefix that are not held, or some of any prefix. Returns whether there was one.
+    pub(crate) fn free_retained(&self, prefix: Option<&str>) -> bool {
+        let mut inner = self.inner();
+        let has_freed = if let Some(prefix) = prefix {
+            inner.free_retained(prefix, |_| true)
+        } else {
+            let names = inner.retained.keys().find(|name| !inner.holds.contains_key(*name));
+            names.cloned().is_some_and(|name| inner.free_retained(&name, |_| true))
+        };
+        drop(inner);
+        self.freed.notify_waiters();
+        has_freed
+    }
+
+    /// Returns the names and lengths of the blobs that begin with a prefix, retained ones included.
+    pub(crate) fn names_with_retained(&self, prefix: &str) -> Vec<(String, u64)> {
+        let inner = self.inner();
+        let all = [&inner.blobs, &inner.retained].map(|blobs| {
+            let blobs = blobs.range(prefix.to_owned()..);
+            blobs.take_while(|(name, _)| name.starts_with(prefix))
+        });
+        all.into_iter().flatten().map(|(name, span)| (name.clone(), span.len)).collect()
+    }
+
+    /// Opens a blob for the daemon itself. A retained one must be held.
     pub(crate) fn open(&self, name: &str) -> io::Result<Option<LocalArchive>> {
         let mut inner = self.inner();
-        let Some(&Span { segment, offset, len }) = inner.blobs.get(name) else { return Ok(None) };
+        let Some(Span { segment, offset, len }) = inner.find(name) else { return Ok(None) };
         let device_archive = inner.device_archives.get(name).copied();
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
         let map = if let Some(map) = &segment.map {
@@ -589,6 +652,7 @@ impl Pool {
             limit_bytes: self.limit,
             used_bytes: inner.used,
             retired_bytes: inner.retired.values().map(|retired| retired.cost).sum(),
+            retained_bytes: inner.retained.values().map(|span| span.len).sum(),
             free_bytes: inner.segments.values().filter(warm).map(|segment| segment.cost).sum(),
             device_bytes: (inner.segments.values().filter_map(Segment::device_bytes))
                 .fold(0, u64::saturating_add),
@@ -649,6 +713,45 @@ mod tests {
         assert!(pool.span("a").is_none() && !pool.is_pending_delete("a"));
         pool.release(&names);
         assert_eq!(pool.status().free_bytes, pool.status().used_bytes);
+    }
+
+    #[test]
+    fn deleted_blobs_are_retained_until_memory_is_needed() {
+        let pool = Arc::new(Pool::new(64 << 20));
+        let publish = |name: &str| pool.begin_blob(4 << 20).unwrap().unwrap().publish(name);
+        let until = Instant::now() + std::time::Duration::from_mins(1);
+        for name in ["k/1/a", "k/1/b", "k/2/a", "other/1/a"] {
+            publish(name).unwrap();
+        }
+        pool.delete("other/1/a");
+        pool.retain_deleted("k/", Retain::Superseded, until);
+        pool.write("k/1/small", &[1]).unwrap().unwrap();
+        ["k/1/a", "k/1/b", "k/1/small"].iter().for_each(|name| pool.delete(name));
+        let names = || pool.names_with_retained("k/").into_iter().map(|(name, _)| name);
+        assert_eq!(names().collect::<Vec<_>>(), ["k/2/a", "k/1/a", "k/1/b"]);
+        assert_eq!((pool.span("k/1/a"), pool.status().retained_bytes), (None, 8 << 20));
+        assert!(pool.open("k/1/a").unwrap().is_some());
+        // A held one stays.
+        pool.hold(&["k/1/a".to_owned()]);
+        pool.delete("k/2/a");
+        assert_eq!(names().collect::<Vec<_>>(), ["k/1/a", "k/2/a"]);
+        assert!(pool.free_retained(None) && !pool.free_retained(None));
+        pool.release(&["k/1/a".to_owned()]);
+        assert!(pool.free_retained(Some("k/")));
+        assert_eq!((names().count(), pool.status().retained_bytes), (0, 0));
+        // After its time, nothing is retained.
+        pool.retain_deleted("k/", Retain::Superseded, Instant::now());
+        publish("k/3/a").unwrap();
+        pool.delete("k/3/a");
+        assert_eq!(names().count(), 0);
+        // Only the last one is retained.
+        pool.retain_deleted("k/", Retain::Last, until);
+        publish("k/4/a").unwrap();
+        publish("k/5/a").unwrap();
+        pool.delete("k/4/a");
+        assert_eq!(pool.status().retained_bytes, 0);
+        pool.delete("k/5/a");
+        assert_eq!(names().collect::<Vec<_>>(), ["k/5/a"]);
     }
 
     #[test]

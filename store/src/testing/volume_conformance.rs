@@ -97,7 +97,7 @@ fn tiered() -> Backend {
     let remote_blobs = RemoteBlobIndex::new(crate::net::tls::Identity::default(), None);
     Backend {
         name: "tiered",
-        volume: Arc::new(TieredVolume::new(pool.clone(), Some(directory), remote_blobs)),
+        volume: Arc::new(TieredVolume::new(pool.clone(), Some(directory), remote_blobs, false)),
         durability: Durability::Disk,
         deletion: DeletionDuringRead::ReadableWhileHeld(pool),
         _resources: Some(folder),

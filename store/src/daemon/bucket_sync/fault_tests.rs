@@ -247,8 +247,12 @@ async fn locate_sends_keepalive_parts_during_restore() {
 async fn commit_without_reply_is_uploaded_later() {
     let faulty = Arc::default();
     let pool = Arc::new(Pool::new(1 << 28));
-    let tiers =
-        TieredVolume::new(pool.clone(), None, RemoteBlobIndex::new(Identity::default(), None));
+    let tiers = TieredVolume::new(
+        pool.clone(),
+        None,
+        RemoteBlobIndex::new(Identity::default(), None),
+        false,
+    );
     let ledgers = Arc::new(OwnedLedgers::default());
     let replicas = tiers.replicas.clone();
     let own = LocalController::new(ledgers, Arc::new(tiers), Arc::new(SystemEnvironment));

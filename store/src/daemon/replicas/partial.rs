@@ -14,16 +14,20 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tssd_format::checksum;
 
-use crate::convert::{to_u64, to_usize};
+use crate::control::layout::ArchiveName;
+use crate::convert::to_usize;
 use crate::daemon::chunk_verifier::{copy_ranges, total_bytes};
-use crate::daemon::remote_blobs::RemoteBlobIndex;
+use crate::daemon::delta_base::DeltaBase;
+use crate::daemon::read_encoder::{EncodedRead, ReadEncoder};
+use crate::daemon::remote_blobs::{ReadEncodings, RemoteBlobIndex, RemoteRead};
 use crate::daemon::replicas::partial::pieces::Pieces;
 pub(crate) use crate::daemon::replicas::partial::shared_fetch::MIN_SHARED_BYTES;
 use crate::daemon::replicas::progress::FetchProgress;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
-use crate::net::wire::{MAX_READ_BYTES, Range, ReadChecksum};
+use crate::net::tls::Endpoint;
+use crate::net::wire::{Encodings, MAX_READ_BYTES, Range, ReadChecksum};
 use crate::shm::BlobWriter;
 
 /// Maximum number of ranges in a request, so that any ranges fit into a frame.
@@ -78,6 +82,9 @@ pub(crate) struct PartialReplica {
     buffer: RwLock<Option<ReplicaBuffer>>,
     state: Lock<State>,
     pub(crate) progress: Arc<FetchProgress>,
+    encoder: Arc<ReadEncoder>,
+    /// In which encodings its bytes may come.
+    encodings: Lock<ReadEncodings>,
     /// Notified when a fetch has ended, with or without success.
     changed: Notify,
     /// Notified when a reader wants more, or when the replica is evicted.
@@ -213,6 +220,22 @@ pub(crate) enum Waiting {
     All,
 }
 
+/// The bytes that are present, for a later version.
+impl DeltaBase for PartialReplica {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn read(&self, ranges: &[Range]) -> Option<Bytes> {
+        let bytes = total_bytes(ranges, self.len).ok()?;
+        if !self.has(ranges, false) {
+            return None;
+        }
+        let buffer = self.buffer.read().expect("the lock is not poisoned");
+        Some(copy_ranges(buffer.as_ref()?.bytes(), ranges, bytes))
+    }
+}
+
 /// The bytes that a read is missing.
 enum MissingRanges<'a> {
     /// No byte is missing.
@@ -241,10 +264,18 @@ impl Drop for FetchClaim<'_> {
 }
 
 impl PartialReplica {
-    pub(crate) fn new(name: String, len: u64, buffer: ReplicaBuffer) -> Self {
+    pub(crate) fn new(
+        name: String,
+        len: u64,
+        buffer: ReplicaBuffer,
+        encodings: ReadEncodings,
+        encoder: Arc<ReadEncoder>,
+    ) -> Self {
         Self {
             name,
             len,
+            encoder,
+            encodings: Lock::new(encodings),
             buffer: RwLock::new(Some(buffer)),
             state: Lock::default(),
             progress: Arc::new(FetchProgress::new(Instant::now())),
@@ -269,9 +300,53 @@ impl PartialReplica {
         self.state().present_bytes
     }
 
-    /// Records bytes that a daemon or the bucket has sent.
-    fn record(&self, sender: &str, data: &Bytes) {
-        self.progress.add(sender, to_u64(data.len()), Instant::now());
+    /// Removes the archive from which the bytes may come as differences.
+    pub(crate) fn take_base(&self) -> Option<Arc<dyn DeltaBase>> {
+        self.encodings.lock().base.take()
+    }
+
+    /// Reads ranges from a fetcher, or else from a holder, and records what was sent.
+    ///
+    /// If the bytes do not decode, they are read once more, as they are. Those of a fetcher are not verified.
+    async fn read_from(
+        &self,
+        fetcher: Option<&Endpoint>,
+        remote_blobs: &RemoteBlobIndex,
+        ranges: &[Range],
+        verify: bool,
+    ) -> Result<RemoteRead> {
+        loop {
+            let encodings = self.encodings.lock().clone();
+            let (name, ranges) = (&self.name, ranges.to_vec());
+            let read = match fetcher {
+                Some(fetcher) => {
+                    remote_blobs.read_from_fetcher(fetcher, name, ranges, &encodings).await
+                }
+                None => remote_blobs.read(name, &ranges, verify, &encodings).await,
+            };
+            match read {
+                Err(error) if error.kind() == ErrorKind::Corrupt && encodings.base.is_some() => {
+                    tracing::warn!(name, %error, "its bytes come without a base now");
+                    *self.encodings.lock() = ReadEncodings::default();
+                }
+                Err(error) => return Err(error),
+                Ok(read) => {
+                    self.progress.add(&read.sender, read.moved_bytes(), Instant::now());
+                    let base = read.encoded.as_ref().and_then(|(_, accept)| accept.base.as_ref());
+                    let version = base.and_then(|base| Some(ArchiveName::parse(base)?.position.1));
+                    self.progress.set_base(version);
+                    return Ok(read);
+                }
+            }
+        }
+    }
+
+    /// Remembers bytes that came encoded, to send them to other daemons.
+    fn remember_encoded(&self, ranges: &[Range], encoded: Option<(Bytes, Encodings)>) {
+        if let Some((encoded, accept)) = encoded {
+            let (blob, ranges) = (self.name.clone(), ranges.to_vec());
+            self.encoder.insert(EncodedRead { blob, ranges, accept }, encoded);
+        }
     }
 
     /// Reads ranges, and fetches those that are missing.
@@ -312,18 +387,20 @@ impl PartialReplica {
         verify: bool,
     ) -> Result<Option<(Bytes, ReadChecksum)>> {
         total_bytes(ranges, self.len)?;
-        let is_present = {
-            let state = self.state();
-            ranges.iter().all(|range| {
-                let mut is_present = true;
-                range.for_each_run(|at| {
-                    let run = at..at + range.1;
-                    is_present = is_present && state.usable(verify).gaps(&run).next().is_none();
-                });
-                is_present
-            })
-        };
-        if is_present { self.copy(ranges, verify).await } else { Ok(None) }
+        if self.has(ranges, verify) { self.copy(ranges, verify).await } else { Ok(None) }
+    }
+
+    /// Returns whether ranges are present: only verified bytes if `verify` is true.
+    fn has(&self, ranges: &[Range], verify: bool) -> bool {
+        let state = self.state();
+        ranges.iter().all(|range| {
+            let mut is_present = true;
+            range.for_each_run(|at| {
+                let run = at..at + range.1;
+                is_present = is_present && state.usable(verify).gaps(&run).next().is_none();
+            });
+            is_present
+        })
     }
 
     /// Copies ranges that are present. Returns `None` if the memory was taken.
@@ -531,8 +608,7 @@ impl PartialReplica {
                 MissingRanges::Claimed(claim) => claim,
             };
             for part in claim.ranges.chunks(MAX_RANGES) {
-                let fetched = remote_blobs.read(&self.name, part, verify).await?;
-                self.record(&fetched.sender, &fetched.data);
+                let fetched = self.read_from(None, remote_blobs, part, verify).await?;
                 let (replica, part) = (self.clone(), part.to_vec());
                 let (fetched, part) = run_blocking(move || {
                     replica.store(&part, &fetched.data, verify);

@@ -19,6 +19,8 @@ struct Inner {
     is_running: bool,
     /// Received bytes by sender: the address of a daemon, or `bucket`.
     senders: BTreeMap<String, u64>,
+    /// Number of the version from which the bytes came as differences.
+    base: Option<u64>,
     /// Begin of the current window, and the bytes received in it.
     window: (Instant, u64),
     /// Bytes per second in the window before, if there was one.
@@ -32,6 +34,7 @@ impl FetchProgress {
             last: now,
             is_running: false,
             senders: BTreeMap::new(),
+            base: None,
             window: (now, 0),
             last_rate: None,
         }))
@@ -53,6 +56,17 @@ impl FetchProgress {
         inner.last = now;
         inner.advance(now);
         inner.window.1 += bytes;
+    }
+
+    /// Records that bytes came as differences from a version.
+    pub(crate) fn set_base(&self, version: Option<u64>) {
+        let mut inner = self.0.lock();
+        inner.base = version.or(inner.base);
+    }
+
+    /// Returns the number of the version from which bytes came as differences.
+    pub(crate) fn base(&self) -> Option<u64> {
+        self.0.lock().base
     }
 
     /// Records that the fetch has ended.
@@ -119,6 +133,9 @@ mod tests {
         assert_eq!(progress.rate(start), None);
         progress.begin(start);
         progress.add("a", 1000, at(0.5));
+        progress.set_base(Some(7));
+        progress.set_base(None);
+        assert_eq!(progress.base(), Some(7));
         assert_eq!(progress.rate(at(1.0)), Some(1000));
         assert!(!progress.is_below(10_000, at(1.0)));
         progress.add("b", 3000, at(1.5));

@@ -8,11 +8,12 @@ use bytes::Bytes;
 use super::{Credits, InFlightRequest, Origin, Response, Session, semaphore_closed};
 use crate::convert::to_u64;
 use crate::daemon::chunk_verifier::{copied_bytes, gather, total_bytes};
+use crate::daemon::read_encoder::EncodedRead;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::net::client::Announcement;
 use crate::net::tls::Endpoint;
-use crate::net::wire::{BlobFetchers, Data, Range, ReadChecksum, Reply, Request};
+use crate::net::wire::{BlobFetchers, Data, Range, ReadChecksum, ReadReply, Reply, Request};
 
 impl Session {
     /// Runs a request about blobs.
@@ -23,13 +24,16 @@ impl Session {
         data: Bytes,
     ) -> Result<Response<'_>> {
         let answer = match request {
-            Request::Read { blob, ranges, verify, without_data } => {
+            Request::Read { blob, ranges, verify, without_data, local_only, accept } => {
                 // The other daemon counts what a process of this host reads of its archives.
                 let is_remote = self.state.volume.remote_blobs.len(&blob).is_some();
                 let read = async {
-                    let mut answer = self.read(blob, ranges, verify).await?;
+                    let read = self.read(blob.clone(), ranges.clone(), verify, local_only);
+                    let mut answer = read.await?;
                     if without_data {
                         answer.data = Data::default();
+                    } else if !accept.is_empty() {
+                        self.encode(&mut answer, EncodedRead { blob, ranges, accept }).await?;
                     }
                     if let (Some(uplink), Origin::Address(peer)) = (&self.state.uplink, self.origin)
                     {
@@ -112,20 +116,43 @@ impl Session {
         replicas.request_ranges(blob, ranges);
     }
 
+    /// Encodes the data of a reply if the client can decode it, and if that makes it shorter.
+    async fn encode(&self, answer: &mut Response<'_>, read: EncodedRead) -> Result<()> {
+        let (Some(encoder), Reply::Read(reply)) =
+            (self.state.volume.replicas.encoder(), &mut answer.reply)
+        else {
+            return Ok(());
+        };
+        let (encoder, data) = (encoder.clone(), answer.data.clone());
+        if let Some(encoded) = run_blocking(move || encoder.encode(&read, &data)).await? {
+            reply.is_encoded = true;
+            answer.data = encoded.into();
+        }
+        Ok(())
+    }
+
     /// Reads ranges of a blob, from memory or through this daemon from another one.
     ///
     /// The data and the copies of it take credit until they are sent.
-    async fn read(&self, name: String, ranges: Vec<Range>, verify: bool) -> Result<Response<'_>> {
+    async fn read(
+        &self,
+        name: String,
+        ranges: Vec<Range>,
+        verify: bool,
+        local_only: bool,
+    ) -> Result<Response<'_>> {
         let state = self.state.clone();
         // An archive that was restored from the bucket is still listed as remote.
         let is_local = state.pool.span(&name).is_some();
         let remote_len = state.volume.remote_blobs.len(&name).filter(|_| !is_local);
-        if let Some(len) = remote_len {
+        if let Some(len) = remote_len.filter(|_| !local_only) {
             match self.read_remote(&name, &ranges, verify, len).await {
                 Ok(Some(answer)) => return Ok(answer),
                 // The archive is local now.
                 Ok(None) => {}
-                Err(error) if error.kind() == ErrorKind::Unreachable => {
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::NotFound) =>
+                {
                     state.restore_from_bucket(&name, error).await?;
                 }
                 Err(error) => return Err(error),
@@ -154,7 +181,7 @@ impl Session {
             Ok((data, ReadChecksum { crc32 }))
         };
         let (data, sum) = if copied > 0 || verify { run_blocking(read).await? } else { read()? };
-        Ok(Response { data, credits, ..Reply::Read(sum).into() })
+        Ok(Response { data, credits, ..read_reply(sum).into() })
     }
 
     /// Reads ranges of a blob of `len` bytes from other daemons. `None` if it is local meanwhile.
@@ -174,7 +201,7 @@ impl Session {
         Ok(read.map(|(data, sum)| Response {
             data: data.into(),
             credits,
-            ..Reply::Read(sum).into()
+            ..read_reply(sum).into()
         }))
     }
 
@@ -190,7 +217,7 @@ impl Session {
         Ok(read.map(|(data, sum)| Response {
             data: data.into(),
             credits,
-            ..Reply::Read(sum).into()
+            ..read_reply(sum).into()
         }))
     }
 
@@ -205,4 +232,8 @@ impl Session {
         }
         Ok(Credits { _bytes: credits, uplink: None })
     }
+}
+
+fn read_reply(ReadChecksum { crc32 }: ReadChecksum) -> Reply {
+    Reply::Read(ReadReply { crc32, is_encoded: false })
 }

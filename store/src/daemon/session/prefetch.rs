@@ -19,15 +19,19 @@ impl Session {
     ) -> Result<PrefetchReply> {
         let started = Instant::now();
         let (grant, remote) = self.state.begin_prefetch(key, selector, archives).await?;
-        let mut bytes = 0;
+        let (mut bytes, mut size, mut base) = (0, 0, None);
         for (name, len) in remote {
             if let Err(error) = self.copy_archive(in_flight, &name, len).await {
                 self.state.abort_prefetch(&grant).await;
                 return Err(error);
             }
-            bytes += len;
+            // It may be evicted already.
+            let fetched = self.state.volume.replicas.fetched(&name).unwrap_or((len, None));
+            size += len;
+            bytes += fetched.0;
+            base = base.max(fetched.1);
         }
-        let prefetched = PrefetchReply { number: grant.number, id: grant.id, bytes };
+        let prefetched = PrefetchReply { number: grant.number, id: grant.id, bytes, size, base };
         self.state.finish_prefetch(key, grant).await;
         let seconds = started.elapsed().as_secs_f64();
         tracing::debug!(peer = self.peer, %key, version = prefetched.number, bytes, seconds, "fetched");

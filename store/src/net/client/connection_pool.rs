@@ -22,8 +22,8 @@ use crate::io::sync::{Lock, MutexGuard};
 use crate::ledger::{RunId, RunStatus};
 use crate::net::tls::{Duplex, IO_TIMEOUT};
 use crate::net::wire::{
-    BlobFetchers, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece, ProtocolVersion,
-    Range, ReadChecksum, Reply, Request,
+    BlobFetchers, Encodings, FrameKind, HEADER_BYTES, Header, Limits, MAX_READ_BYTES, Piece,
+    ProtocolVersion, Range, ReadChecksum, ReadReply, Reply, Request,
 };
 
 /// Maximum number of connections. More of them do not increase the throughput of a network.
@@ -50,6 +50,16 @@ const LOOP_JSON_BYTES: usize = 44;
 
 /// Timeout of a complete response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// A read of ranges of a blob.
+pub(crate) struct RangesRequest {
+    pub(crate) ranges: Vec<Range>,
+    /// Whether the daemon verifies the chunks, and returns the checksum of the bytes.
+    pub(crate) verify: bool,
+    /// Whether the daemon reads only what it has.
+    pub(crate) local_only: bool,
+    pub(crate) accept: Encodings,
+}
 
 /// What a daemon announces about a blob that it fetches.
 #[derive(Clone)]
@@ -153,26 +163,33 @@ impl ConnectionPool {
         read.map_err(|error| Error::io(blob, error)).map(|()| bytes)
     }
 
-    /// Reads ranges of a blob for another client. With `verify`, also returns their checksum.
+    /// Reads ranges of a blob, in any encoding that the request accepts.
     pub(crate) fn fetch_ranges(
         &self,
         blob: &str,
-        ranges: Vec<Range>,
-        verify: bool,
-    ) -> Result<(Bytes, ReadChecksum)> {
-        let request = Request::Read { blob: blob.to_owned(), ranges, verify, without_data: false };
+        request: RangesRequest,
+    ) -> Result<(Bytes, ReadReply)> {
+        let (blob, without_data) = (blob.to_owned(), false);
+        let RangesRequest { ranges, verify, local_only, accept } = request;
+        let request = Request::Read { blob, ranges, verify, without_data, local_only, accept };
         self.call(&request, &[], |reply, data| match reply {
-            Reply::Read(sum) => Ok((data.into(), sum)),
+            Reply::Read(reply) => Ok((data.into(), reply)),
             other => Err(unexpected_reply(&other)),
         })
     }
 
     /// Returns the CRC-32 of ranges of a blob, whose chunks the daemon verifies.
     pub(crate) fn checksum_ranges(&self, blob: &str, ranges: Vec<Range>) -> Result<ReadChecksum> {
-        let blob = blob.to_owned();
-        let request = Request::Read { blob, ranges, verify: true, without_data: true };
+        let request = Request::Read {
+            blob: blob.to_owned(),
+            ranges,
+            verify: true,
+            without_data: true,
+            local_only: true,
+            accept: Encodings::default(),
+        };
         self.call(&request, &[], |reply, _| match reply {
-            Reply::Read(sum) => Ok(sum),
+            Reply::Read(ReadReply { crc32, .. }) => Ok(ReadChecksum { crc32 }),
             other => Err(unexpected_reply(&other)),
         })
     }
@@ -409,6 +426,8 @@ impl<'a, 'n> JobQueue<'a, 'n> {
             ranges,
             verify: batch.verify,
             without_data: false,
+            local_only: false,
+            accept: Encodings::default(),
         };
         Some((batch, request))
     }
@@ -550,7 +569,7 @@ impl Connection {
     fn receive_data(
         &mut self,
         batch: &Batch,
-        sum: ReadChecksum,
+        sum: ReadReply,
         targets: &mut [&mut [u8]],
         stop: &CancelToken,
     ) -> Result<()> {

@@ -117,6 +117,12 @@ pub(crate) enum Request {
         /// Whether the reply has no data, only the CRC-32 of it.
         #[serde(default)]
         without_data: bool,
+        /// Whether the daemon reads only what it has, and nothing of other daemons.
+        #[serde(default)]
+        local_only: bool,
+        /// Which encodings of the data the client accepts.
+        #[serde(default, skip_serializing_if = "Encodings::is_empty")]
+        accept: Encodings,
     },
     /// Begins to copy ranges of a blob of another daemon, which the client will read.
     Fetch {
@@ -331,7 +337,7 @@ pub(crate) enum Reply {
     Progress(Progress),
     Leased(LeaseReply),
     /// The data is the bytes.
-    Read(ReadChecksum),
+    Read(ReadReply),
     /// The daemons that fetch a blob or parts of it. The data is the tables of what they want.
     BlobFetchers(BlobFetchers),
     /// The data has a bit for each piece. It is empty if the daemon has the whole blob.
@@ -487,13 +493,47 @@ pub(crate) struct PrefetchReply {
     pub(crate) id: VersionId,
     /// Number of bytes that were received for it.
     pub(crate) bytes: u64,
+    /// Size in bytes of the archives that were copied.
+    #[serde(default)]
+    pub(crate) size: u64,
+    /// Number of the version from which they came as differences.
+    #[serde(default)]
+    pub(crate) base: Option<u64>,
 }
 
-/// Checksum of the data of a read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct ReadChecksum {
-    /// CRC-32 of the data, if the daemon has verified the chunks that contain it.
+/// Encodings of the data of a read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Encodings {
+    /// A blob that the client has, from which the data may be a difference.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) base: Option<String>,
+    /// Whether the data may be in byte planes.
     #[serde(default)]
+    pub(crate) planes: bool,
+}
+
+impl Encodings {
+    /// Whether the data must come as it is.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.base.is_none() && !self.planes
+    }
+}
+
+/// How the data of a read comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ReadReply {
+    /// CRC-32 of the bytes of the blob, if the daemon has verified the chunks that contain them.
+    #[serde(default)]
+    pub(crate) crc32: Option<u32>,
+    /// Whether the data is encoded.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) is_encoded: bool,
+}
+
+/// Checksum of the bytes of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ReadChecksum {
+    /// CRC-32 of the bytes, if the daemon has verified the chunks that contain them.
     pub(crate) crc32: Option<u32>,
 }
 

@@ -12,7 +12,7 @@ pub(crate) const MAX_LOOPS: usize = 3;
 /// Runs of bytes with regular strides: offset of the first run, length of a run, and loops.
 ///
 /// The loops are outermost first. Each has a count and a stride in bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Range(
     pub(crate) u64,
     pub(crate) u64,
@@ -53,8 +53,7 @@ impl Range {
     }
 
     /// Returns the distance in bytes from the first byte to the end of the last run.
-    #[cfg(test)]
-    fn span(&self) -> u64 {
+    pub(crate) fn span(&self) -> u64 {
         self.2.iter().fold(self.1, |span, (count, stride)| {
             span.saturating_add(count.saturating_sub(1).saturating_mul(*stride))
         })

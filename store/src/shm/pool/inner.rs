@@ -4,8 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
-use super::{PeerId, PoolExhausted, SEGMENT_GRANULARITY, SegmentId, Span, Unmap, slab_bytes};
+use super::{
+    PeerId, PoolExhausted, Retain, SEGMENT_GRANULARITY, SegmentId, Span, Unmap, slab_bytes,
+};
 use crate::io::sync::mpsc;
 use crate::shm::extents::Extents;
 use crate::shm::segment::{self, ReadMap, SLAB_BYTES, WriteMap};
@@ -24,6 +27,10 @@ pub(super) struct Inner {
     pub(super) holds: BTreeMap<String, u64>,
     /// Blobs to delete when their last hold ends.
     pub(super) pending_delete: BTreeSet<String>,
+    /// Deleted blobs that are kept as long as their memory is not needed.
+    pub(super) retained: BTreeMap<String, Span>,
+    /// Prefixes of names whose deleted blobs are retained, until a time.
+    pub(super) retained_prefixes: BTreeMap<(String, Retain), Instant>,
     pub(super) peers: BTreeMap<PeerId, mpsc::UnboundedSender<Unmap>>,
     /// Capacity of all segments, including retired ones.
     pub(super) used: u64,
@@ -172,11 +179,70 @@ impl Inner {
         id
     }
 
+    /// Deletes a blob, or retains it. Then blobs with the same prefix are freed that are in another folder.
     pub(super) fn delete(&mut self, name: &str) {
         let Some(span) = self.blobs.remove(name) else { return };
         if let Some((device, _)) = self.device_archives.remove(name) {
             self.remove_blob(device);
+        } else if let Some((prefix, folder)) = self.retained_folder(name, span) {
+            self.free_retained(&prefix, |other| !other.starts_with(&folder));
+            self.retained.insert(name.to_owned(), span);
+            return;
         }
+        self.free(span);
+    }
+
+    /// Returns the prefix and the folder of a blob that is to be retained.
+    fn retained_folder(&self, name: &str, span: Span) -> Option<(String, String)> {
+        let (folder, _) = name.rsplit_once('/')?;
+        let (prefix, _) = folder.rsplit_once('/')?;
+        let (prefix, folder) = (format!("{prefix}/"), format!("{folder}/"));
+        // Small blobs share a segment.
+        let is_alone = |span: &Span| {
+            let segment = &self.segments[&span.segment];
+            segment.cost > 0 && !matches!(segment.writer, Writer::Slab(..))
+        };
+        if !is_alone(&span) {
+            return None;
+        }
+        if self.is_retained(&prefix, Retain::Superseded) {
+            return Some((prefix, folder));
+        }
+        let others = self.blobs.range(prefix.clone()..);
+        let mut others = others.take_while(|(other, _)| other.starts_with(&prefix));
+        let is_last = !others.any(|(other, span)| !other.starts_with(&folder) && is_alone(span));
+        (is_last && self.is_retained(&prefix, Retain::Last)).then_some((prefix, folder))
+    }
+
+    fn is_retained(&self, prefix: &str, retain: Retain) -> bool {
+        let until = self.retained_prefixes.get(&(prefix.to_owned(), retain));
+        until.is_some_and(|until| Instant::now() < *until)
+    }
+
+    /// Frees the retained blobs with a prefix that are selected and not held. Returns whether there was one.
+    pub(super) fn free_retained(
+        &mut self,
+        prefix: &str,
+        is_selected: impl Fn(&str) -> bool,
+    ) -> bool {
+        let names = self.retained.range(prefix.to_owned()..).map(|(name, _)| name);
+        let names = names.take_while(|name| name.starts_with(prefix));
+        let names = names.filter(|name| is_selected(name) && !self.holds.contains_key(*name));
+        let names: Vec<String> = names.cloned().collect();
+        for name in &names {
+            let span = self.retained.remove(name).expect("it was just found");
+            self.free(span);
+        }
+        !names.is_empty()
+    }
+
+    /// Returns where a blob is that is stored or retained.
+    pub(super) fn find(&self, name: &str) -> Option<Span> {
+        self.blobs.get(name).or_else(|| self.retained.get(name)).copied()
+    }
+
+    /// Frees the memory of a blob that has no name any more.
+    fn free(&mut self, span: Span) {
         let segment = self.segments.get_mut(&span.segment).expect("a blob lies in a segment");
         if let Writer::Slab(_, extents) = &mut segment.writer {
             extents.free(span.offset, slab_bytes(span.len));

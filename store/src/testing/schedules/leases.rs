@@ -54,7 +54,8 @@ fn key() -> Key {
 pub(crate) fn run(bug: Option<Bug>) {
     shuttle::future::block_on(async move {
         let pool = Arc::new(Pool::new(LIMIT));
-        let tiers = TieredVolume::new(pool, None, RemoteBlobIndex::new(Identity::default(), None));
+        let tiers =
+            TieredVolume::new(pool, None, RemoteBlobIndex::new(Identity::default(), None), false);
         let world = Arc::new(TestEnvironment::default());
         let ledgers = Arc::new(OwnedLedgers::default());
         let controller = LocalController::new(ledgers, Arc::new(tiers.clone()), world.clone());

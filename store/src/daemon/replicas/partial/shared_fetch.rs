@@ -425,6 +425,7 @@ impl PartialReplica {
         run_blocking(move || {
             let failed = |error| Error::from_format(&replica.name, error);
             let archive = Archive::from_blob(blob).map_err(failed)?;
+            replica.encoder.insert_layout(&replica.name, &archive);
             let pieces = Pieces::of(&archive, replica.len).map(Arc::new);
             Ok(pieces.map(|pieces| replica.pieces.get_or_init(|| pieces).clone()))
         })
@@ -509,17 +510,17 @@ impl PartialReplica {
     ) -> Result<()> {
         for ranges in claim.ranges.chunks(MAX_RANGES) {
             if is_whole(ranges, &pieces.range(number)) {
-                let RemoteRead { data, sender, .. } =
-                    remote_blobs.read(&self.name, ranges, false).await?;
-                self.record(&sender, &data);
+                let RemoteRead { data, encoded, .. } =
+                    self.read_from(None, remote_blobs, ranges, false).await?;
                 if self.store_verified(ranges, data, pieces, number, None).await? {
+                    self.remember_encoded(ranges, encoded);
                     continue;
                 }
             }
             // The holder verifies the chunks. If its own are damaged, the next holder is asked.
-            let RemoteRead { data, sender, .. } =
-                remote_blobs.read(&self.name, ranges, true).await?;
-            self.record(&sender, &data);
+            let RemoteRead { data, encoded, .. } =
+                self.read_from(None, remote_blobs, ranges, true).await?;
+            self.remember_encoded(ranges, encoded);
             let (replica, ranges) = (self.clone(), ranges.to_vec());
             run_blocking(move || {
                 replica.store(&ranges, &data, true);
@@ -541,20 +542,20 @@ impl PartialReplica {
         number: PieceNumber,
     ) -> std::result::Result<(), FetchError> {
         for ranges in self.claimed_ranges(pieces, number) {
-            let read = remote_blobs.read_from_fetcher(&endpoint, &self.name, ranges.clone());
+            let read = self.read_from(Some(&endpoint), remote_blobs, &ranges, false);
             let (data, crc32) = if is_whole(&ranges, &pieces.range(number)) {
                 (read.await, None)
             } else {
                 let (data, crc32) = tokio::join!(read, remote_blobs.checksum(&self.name, &ranges));
                 (data, Some(crc32.map_err(FetchError::Holder)?))
             };
-            let data = data.map_err(FetchError::Fetcher)?;
-            self.record(&endpoint.to_string(), &data);
+            let RemoteRead { data, encoded, .. } = data.map_err(FetchError::Fetcher)?;
             let stored = self.store_verified(&ranges, data, pieces, number, crc32).await;
             if !stored.map_err(FetchError::Holder)? {
                 let text = format_args!("`{}`: `{endpoint}` sent damaged bytes", self.name);
                 return Err(FetchError::Fetcher(Error::new(ErrorKind::Corrupt, text)));
             }
+            self.remember_encoded(&ranges, encoded);
         }
         Ok(())
     }

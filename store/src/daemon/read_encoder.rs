@@ -1,0 +1,132 @@
+//! Encodes the bytes of archives that other daemons read, each part once.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use indexmap::IndexMap;
+use tssd_format::Archive;
+
+use crate::daemon::delta_base::{DeltaBase, HeldArchive, retain_versions};
+use crate::error::Result;
+use crate::io::sync::Lock;
+use crate::net::encoding::{self, Accepted, ElementLayout};
+use crate::net::wire::{Data, Encodings, Range};
+use crate::shm::{Pool, Retain};
+
+/// Maximum number of archives whose layout is remembered.
+const MAX_LAYOUTS: usize = 256;
+
+/// Maximum number of encoded bytes that are remembered, for daemons that read the same.
+const MAX_ENCODED_BYTES: usize = 256 << 20;
+
+/// Bytes that a daemon reads, and how.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct EncodedRead {
+    pub(crate) blob: String,
+    pub(crate) ranges: Vec<Range>,
+    pub(crate) accept: Encodings,
+}
+
+/// Encoder of the replies to reads. It encodes the same bytes once.
+pub(crate) struct ReadEncoder {
+    pool: Arc<Pool>,
+    layouts: Lock<BTreeMap<String, Arc<ElementLayout>>>,
+    encoded: Lock<EncodedParts>,
+}
+
+/// Encoded bytes, the last [`MAX_ENCODED_BYTES`] of them.
+#[derive(Default)]
+struct EncodedParts {
+    parts: IndexMap<EncodedRead, Bytes>,
+    /// The reads in their order.
+    order: VecDeque<EncodedRead>,
+    bytes: usize,
+}
+
+impl EncodedParts {
+    fn insert(&mut self, read: EncodedRead, encoded: Bytes) {
+        self.bytes += encoded.len();
+        if let Some(replaced) = self.parts.insert(read.clone(), encoded) {
+            self.bytes -= replaced.len();
+        } else {
+            self.order.push_back(read);
+        }
+        while self.bytes > MAX_ENCODED_BYTES {
+            let Some(oldest) = self.order.pop_front() else { return };
+            self.bytes -= self.parts.swap_remove(&oldest).map_or(0, |encoded| encoded.len());
+        }
+    }
+}
+
+impl ReadEncoder {
+    pub(crate) fn new(pool: Arc<Pool>) -> Self {
+        Self { pool, layouts: Lock::default(), encoded: Lock::default() }
+    }
+
+    /// Remembers bytes that came encoded, to send them on.
+    pub(crate) fn insert(&self, read: EncodedRead, encoded: Bytes) {
+        self.encoded.lock().insert(read, encoded);
+    }
+
+    /// Encodes bytes that a daemon reads. Returns `None` if they go as they are.
+    ///
+    /// # Errors
+    ///
+    /// `Io` without memory for the encoder; `Corrupt` if the archive is damaged.
+    pub(crate) fn encode(&self, read: &EncodedRead, raw: &Data) -> Result<Option<Bytes>> {
+        if let Some(encoded) = self.encoded.lock().parts.get(read) {
+            return Ok(Some(encoded.clone()));
+        }
+        let EncodedRead { blob, ranges, accept } = read;
+        let base = accept.base.as_ref().and_then(|name| self.base_of(blob, name));
+        let base = base.and_then(|base| base.read(ranges));
+        if base.is_none() && !accept.planes {
+            return Ok(None);
+        }
+        let Some(layout) = self.layout(blob)? else { return Ok(None) };
+        let raw = raw.clone().into_bytes();
+        let accepted = Accepted { base: base.as_deref(), planes: accept.planes };
+        let encoded = encoding::encode(&layout, ranges, &raw, accepted)?;
+        if let Some(encoded) = &encoded {
+            self.insert(read.clone(), encoded.clone());
+        }
+        Ok(encoded)
+    }
+
+    /// Returns an archive of an earlier version of the same key. If it is not here, the next one will be.
+    fn base_of(&self, blob: &str, name: &str) -> Option<HeldArchive> {
+        let key = |name: &str| Some(name.rsplitn(3, '/').nth(2)?.to_owned());
+        if key(blob).is_none() || key(blob) != key(name) {
+            return None;
+        }
+        let base = HeldArchive::open(&self.pool, name);
+        if base.is_none() {
+            retain_versions(&self.pool, blob, Retain::Superseded);
+        }
+        base
+    }
+
+    /// Returns the layout of an archive in memory. `None` if it is not complete.
+    fn layout(&self, blob: &str) -> Result<Option<Arc<ElementLayout>>> {
+        if let Some(layout) = self.layouts.lock().get(blob) {
+            return Ok(Some(layout.clone()));
+        }
+        let failed = |error| crate::error::Error::io(blob, error);
+        let Some(opened) = self.pool.open(blob).map_err(failed)? else { return Ok(None) };
+        let archive = Archive::from_blob(opened.blob)
+            .map_err(|error| crate::error::Error::from_format(blob, error))?;
+        Ok(Some(self.insert_layout(blob, &archive)))
+    }
+
+    /// Remembers the layout of an archive.
+    pub(crate) fn insert_layout(&self, blob: &str, archive: &Archive) -> Arc<ElementLayout> {
+        let layout = Arc::new(ElementLayout::of(archive));
+        let mut layouts = self.layouts.lock();
+        if layouts.len() >= MAX_LAYOUTS {
+            layouts.pop_first();
+        }
+        layouts.insert(blob.to_owned(), layout.clone());
+        layout
+    }
+}

@@ -1,0 +1,202 @@
+//! Versions that go to other hosts as differences from earlier versions.
+
+use tssd_format::{Dtype, Region, StateDict, Storage, Tensor, TensorMeta};
+use tssd_store::blocking::Store;
+use tssd_store::{GetOptions, PutOptions};
+use tssd_tests::rng::SeededRng;
+use tssd_tests::test_daemon::TestDaemon;
+use tssd_tests::training_steps::key;
+
+const MIB: u64 = 1 << 20;
+const ROWS: u64 = 2048;
+const COLUMNS: u64 = 2048;
+const TENSOR_BYTES: u64 = 2 * ROWS * COLUMNS;
+
+/// The bf16 tensors of a model in training.
+struct Model {
+    tensors: Vec<Vec<u8>>,
+    rng: SeededRng,
+}
+
+impl Model {
+    fn new(tensors: usize) -> Self {
+        let mut rng = SeededRng::new(7);
+        let mut tensor = || {
+            let elements = (0..ROWS * COLUMNS).map(|_| 0x3c00 + rng.below(0x300) as u16);
+            elements.flat_map(u16::to_le_bytes).collect()
+        };
+        let tensors = (0..tensors).map(|_| tensor()).collect();
+        Self { tensors, rng }
+    }
+
+    /// Changes one element in `interval`, by one unit in the last place.
+    fn step(&mut self, interval: u64) {
+        for tensor in &mut self.tensors {
+            for _ in 0..ROWS * COLUMNS / interval {
+                let at = 2 * self.rng.below(ROWS * COLUMNS) as usize;
+                tensor[at] = tensor[at].wrapping_add(1);
+            }
+        }
+    }
+
+    fn dict(&self) -> StateDict {
+        let mut dict = StateDict::new();
+        for (number, tensor) in self.tensors.iter().enumerate() {
+            let meta = TensorMeta::new(Dtype::Bfloat16, &[ROWS, COLUMNS]).unwrap();
+            let tensor = Tensor::new(meta, Storage::from(tensor.clone()), 0).unwrap();
+            dict.insert(format!("weight{number}"), tensor);
+        }
+        dict
+    }
+
+    fn put(&self, store: &Store) -> u64 {
+        store.put_state_dict(&key(), &self.dict(), &PutOptions::default()).unwrap().version
+    }
+
+    fn check(&self, store: &Store) {
+        let (dict, _) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
+        assert!(dict == self.dict(), "another version was read");
+    }
+
+    /// Reads half of the columns of all tensors.
+    fn check_half(&self, store: &Store, rank: u64) {
+        let region = Region::new(&[0, rank * COLUMNS / 2], &[ROWS, COLUMNS / 2]).unwrap();
+        for (number, tensor) in self.tensors.iter().enumerate() {
+            let name = format!("weight{number}");
+            let found = store.get_slice(&key(), &name, &region, &GetOptions::default()).unwrap();
+            let found = found.view().to_contiguous(u64::MAX).unwrap();
+            let row = |row: &[u8]| row[(rank * COLUMNS) as usize..][..COLUMNS as usize].to_vec();
+            let rows = tensor.chunks(2 * COLUMNS as usize);
+            assert!(found == rows.flat_map(row).collect::<Vec<u8>>(), "{name}");
+        }
+    }
+}
+
+fn moved(host: &TestDaemon) -> u64 {
+    host.metric("tssd_fetched_bytes_total{source=\"origin\"}") as u64
+}
+
+/// Runs an action, and returns how many bytes a host has fetched meanwhile.
+fn moved_by(host: &TestDaemon, action: impl FnOnce()) -> u64 {
+    let before = moved(host);
+    action();
+    moved(host) - before
+}
+
+#[test]
+fn prefetch_moves_difference_from_earlier_version() {
+    let controller = TestDaemon::new(1 << 30);
+    let generator = TestDaemon::with_controller(&controller);
+    let (trainer, reader) = (controller.connect(), generator.connect());
+    let mut model = Model::new(3);
+    let size = 3 * TENSOR_BYTES;
+    for number in 1..=5 {
+        model.put(&trainer);
+        let before = moved(&generator);
+        let report = reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        let bytes = moved(&generator) - before;
+        if number <= 2 {
+            // The trainer's host has no earlier version before another host has asked for one.
+            assert!(bytes >= size, "{number}: {bytes}");
+            assert_eq!((report.bytes, report.base), (bytes, None));
+        } else {
+            assert!(bytes < size / 50, "{number}: {bytes} of {size}");
+            assert_eq!((report.bytes, report.base), (bytes, Some(number - 1)));
+            assert!(report.size >= size);
+        }
+        model.check(&reader);
+        model.step(100);
+    }
+    // The trainer's host has the version and its base, the other host has the version.
+    let memory = trainer.status().unwrap().memory;
+    assert!(memory.retained_bytes >= size, "{memory:?}");
+    let memory = reader.status().unwrap().memory;
+    assert_eq!(memory.retained_bytes, 0, "{memory:?}");
+}
+
+#[test]
+fn box_moves_its_difference_only() {
+    let controller = TestDaemon::new(1 << 30);
+    let generators: Vec<_> = (0..2).map(|_| TestDaemon::with_controller(&controller)).collect();
+    let trainer = controller.connect();
+    let readers: Vec<Store> = generators.iter().map(TestDaemon::connect).collect();
+    let mut model = Model::new(2);
+    for number in 1..=4 {
+        model.put(&trainer);
+        for (rank, (generator, reader)) in generators.iter().zip(&readers).enumerate() {
+            let bytes = moved_by(generator, || model.check_half(reader, rank as u64));
+            if number > 2 {
+                assert!(bytes < TENSOR_BYTES / 50, "{number}: {bytes}");
+            } else {
+                assert!((TENSOR_BYTES..TENSOR_BYTES + MIB).contains(&bytes), "{number}: {bytes}");
+            }
+        }
+        model.step(100);
+    }
+}
+
+/// A put that needs the memory of the base gets it, and the other host gets the version whole.
+#[test]
+fn put_evicts_base() {
+    let controller = TestDaemon::new(3 * TENSOR_BYTES + 8 * MIB);
+    let generator = TestDaemon::with_controller(&controller);
+    let (trainer, reader) = (controller.connect(), generator.connect());
+    let mut model = Model::new(1);
+    for _ in 0..3 {
+        model.step(100);
+        model.put(&trainer);
+        reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    }
+    assert!(trainer.status().unwrap().memory.retained_bytes >= TENSOR_BYTES);
+    let other = Model::new(2);
+    let other_key = tssd_store::Key::new("other").unwrap();
+    trainer.put_state_dict(&other_key, &other.dict(), &PutOptions::default()).unwrap();
+    assert_eq!(trainer.status().unwrap().memory.retained_bytes, 0);
+    model.check(&reader);
+}
+
+#[test]
+fn changed_model_moves_whole() {
+    let controller = TestDaemon::new(1 << 30);
+    let generator = TestDaemon::with_controller(&controller);
+    let (trainer, reader) = (controller.connect(), generator.connect());
+    let mut model = Model::new(2);
+    for _ in 0..3 {
+        model.put(&trainer);
+        reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        model.step(100);
+    }
+    // Every element differs.
+    model.tensors.iter_mut().flatten().for_each(|byte| *byte = byte.wrapping_mul(77) ^ 0x5a);
+    model.put(&trainer);
+    reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    model.check(&reader);
+    // Another number of tensors: no archive is like the new one.
+    let model = Model::new(3);
+    model.put(&trainer);
+    let bytes = moved_by(&generator, || {
+        drop(reader.prefetch(&key(), &[], &GetOptions::default()).unwrap())
+    });
+    assert!(bytes >= 3 * TENSOR_BYTES);
+    model.check(&reader);
+}
+
+#[test]
+fn hosts_without_deltas_fetch_whole_versions() {
+    let controller = TestDaemon::new(1 << 30);
+    let generator = TestDaemon::with_options(1 << 30, |options| {
+        options.controller = Some(controller.address().to_owned());
+        options.deltas = false;
+    });
+    let (trainer, reader) = (controller.connect(), generator.connect());
+    let mut model = Model::new(1);
+    for _ in 0..3 {
+        model.put(&trainer);
+        let bytes = moved_by(&generator, || {
+            drop(reader.prefetch(&key(), &[], &GetOptions::default()).unwrap())
+        });
+        assert!(bytes >= TENSOR_BYTES, "{bytes}");
+        model.step(100);
+    }
+    assert_eq!(trainer.status().unwrap().memory.retained_bytes, 0);
+}

@@ -5,7 +5,7 @@ use tssd_store::blocking::Store;
 use tssd_store::{GetOptions, PutOptions};
 use tssd_tests::rng::SeededRng;
 use tssd_tests::test_daemon::TestDaemon;
-use tssd_tests::training_steps::key;
+use tssd_tests::training_steps::{key, wait_until};
 
 const MIB: u64 = 1 << 20;
 const ROWS: u64 = 2048;
@@ -97,7 +97,7 @@ fn prefetch_moves_difference_from_earlier_version() {
         let bytes = moved(&generator) - before;
         if number <= 2 {
             // The trainer's host has no earlier version before another host has asked for one.
-            assert!(bytes >= size, "{number}: {bytes}");
+            assert!(bytes >= size / 2, "{number}: {bytes}");
             assert_eq!((report.bytes, report.base), (bytes, None));
         } else {
             assert!(bytes < size / 50, "{number}: {bytes} of {size}");
@@ -110,8 +110,9 @@ fn prefetch_moves_difference_from_earlier_version() {
     // The trainer's host has the version and its base, the other host has the version.
     let memory = trainer.status().unwrap().memory;
     assert!(memory.retained_bytes >= size, "{memory:?}");
-    let memory = reader.status().unwrap().memory;
-    assert_eq!(memory.retained_bytes, 0, "{memory:?}");
+    wait_until("the other host frees the base", || {
+        reader.status().unwrap().memory.retained_bytes == 0
+    });
 }
 
 #[test]
@@ -128,7 +129,11 @@ fn box_moves_its_difference_only() {
             if number > 2 {
                 assert!(bytes < TENSOR_BYTES / 50, "{number}: {bytes}");
             } else {
-                assert!((TENSOR_BYTES..TENSOR_BYTES + MIB).contains(&bytes), "{number}: {bytes}");
+                // In byte planes, if the network is slow.
+                assert!(
+                    (TENSOR_BYTES / 2..TENSOR_BYTES + MIB).contains(&bytes),
+                    "{number}: {bytes}"
+                );
             }
         }
         model.step(100);
@@ -177,7 +182,7 @@ fn changed_model_moves_whole() {
     let bytes = moved_by(&generator, || {
         drop(reader.prefetch(&key(), &[], &GetOptions::default()).unwrap())
     });
-    assert!(bytes >= 3 * TENSOR_BYTES);
+    assert!(bytes >= 3 * TENSOR_BYTES / 2);
     model.check(&reader);
 }
 

@@ -44,7 +44,27 @@ struct EncodedParts {
     bytes: usize,
 }
 
+impl EncodedRead {
+    /// Returns the read that accepts no more than what encoded bytes have. Others that accept more can have them too.
+    fn narrowed(mut self, encoded: &[u8]) -> Self {
+        let [has_differences, has_planes] = encoding::has_differences_and_planes(encoded);
+        self.accept.base = self.accept.base.filter(|_| has_differences);
+        self.accept.planes &= has_planes;
+        self
+    }
+}
+
 impl EncodedParts {
+    /// Returns bytes for a read: differences if there are some.
+    fn get(&self, read: &EncodedRead) -> Option<Bytes> {
+        let Encodings { base, planes } = &read.accept;
+        let with = |base: &Option<String>, planes| {
+            let accept = Encodings { base: base.clone(), planes };
+            self.parts.get(&EncodedRead { accept, ..read.clone() }).cloned()
+        };
+        with(base, false).or_else(|| with(base, *planes))
+    }
+
     fn insert(&mut self, read: EncodedRead, encoded: Bytes) {
         self.bytes += encoded.len();
         if let Some(replaced) = self.parts.insert(read.clone(), encoded) {
@@ -66,7 +86,7 @@ impl ReadEncoder {
 
     /// Remembers bytes that came encoded, to send them on.
     pub(crate) fn insert(&self, read: EncodedRead, encoded: Bytes) {
-        self.encoded.lock().insert(read, encoded);
+        self.encoded.lock().insert(read.narrowed(&encoded), encoded);
     }
 
     /// Encodes bytes that a daemon reads. Returns `None` if they go as they are.
@@ -75,8 +95,8 @@ impl ReadEncoder {
     ///
     /// `Io` without memory for the encoder; `Corrupt` if the archive is damaged.
     pub(crate) fn encode(&self, read: &EncodedRead, raw: &Data) -> Result<Option<Bytes>> {
-        if let Some(encoded) = self.encoded.lock().parts.get(read) {
-            return Ok(Some(encoded.clone()));
+        if let Some(encoded) = self.encoded.lock().get(read) {
+            return Ok(Some(encoded));
         }
         let EncodedRead { blob, ranges, accept } = read;
         let base = accept.base.as_ref().and_then(|name| self.base_of(blob, name));

@@ -86,6 +86,8 @@ struct CompleteReplica {
     number: u64,
     len: u64,
     progress: Arc<FetchProgress>,
+    /// The archive from which it came as differences, as long as other daemons may ask for the same.
+    base: Option<Arc<dyn DeltaBase>>,
 }
 
 /// Progress of the fetches of the archives of a version.
@@ -342,7 +344,7 @@ impl Replicas {
             },
         };
         let base = if self.deltas { self.find_base(&inner, name, len) } else { None };
-        let encodings = ReadEncodings { base, planes: false };
+        let encodings = ReadEncodings { base, planes: self.deltas };
         let name = name.to_owned();
         let encoder = self.encoder.clone();
         let replica = PartialReplica::new(name.clone(), len, memory, encodings, encoder);
@@ -408,7 +410,8 @@ impl Replicas {
                 Ok(true) => {
                     let (len, progress) = (replica.len(), replica.progress.clone());
                     progress.end(Instant::now());
-                    let complete = CompleteReplica { number, len, progress };
+                    let base = replica.take_base();
+                    let complete = CompleteReplica { number, len, progress, base };
                     inner.complete.insert(replica.name.clone(), complete);
                 }
                 _ => {}
@@ -425,9 +428,6 @@ impl Replicas {
                 })));
             }
             self.changed.notify_waiters();
-            if published.is_ok() {
-                self.release_base(replica);
-            }
             return published.map(drop);
         }
         self.wait_until_published(replica).await;
@@ -523,7 +523,10 @@ impl Replicas {
     pub(crate) async fn evict_one(&self, must: bool, control_plane: &dyn ControlPlane) -> bool {
         // No eviction while the replicas are recorded in a ledger.
         let _guard = self.eviction_lock.lock().await;
-        if self.pool.free_retained(None) || self.inner().replaced.pop_first().is_some() {
+        if self.pool.free_retained(None)
+            || self.evict_base()
+            || self.inner().replaced.pop_first().is_some()
+        {
             return true;
         }
         loop {
@@ -684,22 +687,32 @@ impl Replicas {
     /// Releases the bases of replicas for which nothing was fetched for a while.
     fn release_idle_bases(&self) {
         let now = Instant::now();
-        let replicas: Vec<_> = self.inner().partial.values().cloned().collect();
-        for replica in replicas {
-            let (_, ended) = replica.progress.span(now);
-            if now.saturating_duration_since(ended) > BASE_IDLE_TIMEOUT {
-                self.release_base(&replica);
-            }
+        let is_idle = |progress: &FetchProgress| {
+            now.saturating_duration_since(progress.span(now).1) > BASE_IDLE_TIMEOUT
+        };
+        let mut inner = self.inner();
+        let partial = inner.partial.values().filter(|replica| is_idle(&replica.progress));
+        let mut bases: Vec<_> = partial.filter_map(|replica| replica.take_base()).collect();
+        let complete = inner.complete.values_mut().filter(|replica| is_idle(&replica.progress));
+        bases.extend(complete.filter_map(|replica| replica.base.take()));
+        drop(inner);
+        for base in bases {
+            self.free_base(base);
         }
     }
 
     /// Frees the archive from which another one came as a difference. That one is the next base.
-    fn release_base(&self, replica: &PartialReplica) {
-        let Some(base) = replica.take_base() else { return };
+    fn free_base(&self, base: Arc<dyn DeltaBase>) {
         let name = base.name().to_owned();
         drop(base);
         self.pool.free_retained(Some(&name));
         self.inner().replaced.remove(&name);
+    }
+
+    /// Frees a base that is kept for other daemons only. Returns whether there was one.
+    fn evict_base(&self) -> bool {
+        let base = self.inner().complete.values_mut().find_map(|replica| replica.base.take());
+        base.map(|base| self.free_base(base)).is_some()
     }
 
     /// Removes a replica. Its memory is freed when it has no reader.
@@ -757,7 +770,7 @@ pub(crate) async fn maintain(replicas: Arc<Replicas>, control_plane: Arc<dyn Con
         replicas.release_idle_bases();
         replicas.free_deleted_keys(&*control_plane).await;
         if replicas.deltas {
-            // What is read now is the base of what comes next, whenever that is.
+            // These archives are the bases of the next version, whenever it comes.
             for name in replicas.names() {
                 retain_versions(&replicas.pool, &name, Retain::Last);
             }

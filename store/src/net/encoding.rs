@@ -284,6 +284,14 @@ pub(crate) fn decode(encoded: &[u8], base: Option<&[u8]>, target: &mut [u8]) -> 
     if at == target.len() && stored.is_empty() { Ok(()) } else { Err(invalid()) }
 }
 
+/// Returns whether encoded bytes, which have been decoded, have parts that are differences, and parts in byte planes.
+pub(crate) fn has_differences_and_planes(encoded: &[u8]) -> [bool; 2] {
+    let Some((count, rest)) = encoded.split_first_chunk() else { return [false; 2] };
+    let count = to_usize(u64::from(u32::from_le_bytes(*count)));
+    let entries = rest.as_chunks::<ENTRY_BYTES>().0.iter().take(count).filter_map(parse);
+    [Form::Difference, Form::Planes].map(|form| entries.clone().any(|entry| entry.form == form))
+}
+
 fn parse(entry: &[u8; ENTRY_BYTES]) -> Option<Entry> {
     let word = |at: usize| {
         let bytes = [entry[at], entry[at + 1], entry[at + 2], entry[at + 3]];
@@ -453,6 +461,7 @@ mod tests {
         let accepted = Accepted { base: Some(&base[..1000]), planes: true };
         let encoded = encode(&layout, &ranges, &raw[..1000], accepted).unwrap().unwrap();
         assert!(encoded.len() < 100, "{}", encoded.len());
+        assert_eq!(has_differences_and_planes(&encoded), [true, false]);
         let accepted = Accepted { base: None, planes: true };
         assert!(encode(&layout, &ranges, &raw[..1000], accepted).unwrap().is_none());
         let wrong = Accepted { base: Some(&base[..999]), planes: true };

@@ -26,6 +26,7 @@ use crate::daemon::replicas::progress::FetchProgress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
+use crate::net::encoding;
 use crate::net::tls::Endpoint;
 use crate::net::wire::{Encodings, MAX_READ_BYTES, Range, ReadChecksum};
 use crate::shm::BlobWriter;
@@ -38,6 +39,12 @@ const REST_REQUESTS: usize = 4;
 
 /// Maximum number of runs of the ranges that readers want of an archive. It bounds the memory for them.
 const MAX_WANTED_RUNS: u64 = 1 << 20;
+
+/// Rate in bytes per second up to which bytes come in byte planes. Two cores code and decode them faster.
+const MAX_PLANES_RATE: u64 = 500_000_000;
+
+/// Bytes that come before the rate counts.
+const MIN_MEASURED_BYTES: u64 = 4 << 20;
 
 /// Time for which the bits of the present pieces are reused. Many daemons ask for them.
 const PRESENT_BITS_TTL: Duration = Duration::from_millis(50);
@@ -83,7 +90,7 @@ pub(crate) struct PartialReplica {
     state: Lock<State>,
     pub(crate) progress: Arc<FetchProgress>,
     encoder: Arc<ReadEncoder>,
-    /// In which encodings its bytes may come.
+    /// In which encodings its bytes may come. In byte planes, only if the network is slow.
     encodings: Lock<ReadEncodings>,
     /// Notified when a fetch has ended, with or without success.
     changed: Notify,
@@ -316,7 +323,7 @@ impl PartialReplica {
         verify: bool,
     ) -> Result<RemoteRead> {
         loop {
-            let encodings = self.encodings.lock().clone();
+            let encodings = self.accepted_encodings();
             let (name, ranges) = (&self.name, ranges.to_vec());
             let read = match fetcher {
                 Some(fetcher) => {
@@ -327,18 +334,30 @@ impl PartialReplica {
             match read {
                 Err(error) if error.kind() == ErrorKind::Corrupt && encodings.base.is_some() => {
                     tracing::warn!(name, %error, "its bytes come without a base now");
-                    *self.encodings.lock() = ReadEncodings::default();
+                    self.encodings.lock().base = None;
                 }
                 Err(error) => return Err(error),
                 Ok(read) => {
                     self.progress.add(&read.sender, read.moved_bytes(), Instant::now());
-                    let base = read.encoded.as_ref().and_then(|(_, accept)| accept.base.as_ref());
+                    let encoded = read.encoded.as_ref();
+                    let encoded =
+                        encoded.filter(|(bytes, _)| encoding::has_differences_and_planes(bytes)[0]);
+                    let base = encoded.and_then(|(_, accept)| accept.base.as_ref());
                     let version = base.and_then(|base| Some(ArchiveName::parse(base)?.position.1));
                     self.progress.set_base(version);
                     return Ok(read);
                 }
             }
         }
+    }
+
+    /// Returns the encodings in which bytes may come now.
+    fn accepted_encodings(&self) -> ReadEncodings {
+        let encodings = self.encodings.lock().clone();
+        let rate = self.progress.rate(Instant::now());
+        let is_slow = rate.is_some_and(|rate| (1..=MAX_PLANES_RATE).contains(&rate));
+        let planes = encodings.planes && is_slow && self.present_bytes() >= MIN_MEASURED_BYTES;
+        ReadEncodings { planes, ..encodings }
     }
 
     /// Remembers bytes that came encoded, to send them to other daemons.

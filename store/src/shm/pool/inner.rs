@@ -192,7 +192,7 @@ impl Inner {
         self.free(span);
     }
 
-    /// Returns the prefix and the folder of a blob that is to be retained.
+    /// Returns the prefix and the folder of a blob if it must be retained.
     fn retained_folder(&self, name: &str, span: Span) -> Option<(String, String)> {
         let (folder, _) = name.rsplit_once('/')?;
         let (prefix, _) = folder.rsplit_once('/')?;

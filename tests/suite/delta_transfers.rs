@@ -2,7 +2,7 @@
 
 use tssd_format::{Dtype, Region, StateDict, Storage, Tensor, TensorMeta};
 use tssd_store::blocking::Store;
-use tssd_store::{GetOptions, PutOptions};
+use tssd_store::{GetOptions, PrefetchReport, PutOptions};
 use tssd_tests::rng::SeededRng;
 use tssd_tests::test_daemon::TestDaemon;
 use tssd_tests::training_steps::{key, wait_until};
@@ -72,6 +72,11 @@ impl Model {
     }
 }
 
+fn fetch(reader: &Store) -> PrefetchReport {
+    reader.prefetch(&key(), &[], &GetOptions::default()).unwrap()
+}
+
+#[expect(clippy::cast_sign_loss, reason = "it is a count")]
 fn moved(host: &TestDaemon) -> u64 {
     host.metric("tssd_fetched_bytes_total{source=\"origin\"}") as u64
 }
@@ -93,7 +98,7 @@ fn prefetch_moves_difference_from_earlier_version() {
     for number in 1..=5 {
         model.put(&trainer);
         let before = moved(&generator);
-        let report = reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        let report = fetch(&reader);
         let bytes = moved(&generator) - before;
         if number <= 2 {
             // The trainer's host has no earlier version before another host has asked for one.
@@ -140,6 +145,31 @@ fn box_moves_its_difference_only() {
     }
 }
 
+#[test]
+fn hosts_pass_differences_on() {
+    let controller = TestDaemon::new(1 << 30);
+    let generators: Vec<_> = (0..4).map(|_| TestDaemon::with_controller(&controller)).collect();
+    let trainer = controller.connect();
+    let readers: Vec<Store> = generators.iter().map(TestDaemon::connect).collect();
+    let mut model = Model::new(2);
+    for number in 1..=4 {
+        model.put(&trainer);
+        std::thread::scope(|scope| {
+            for reader in &readers {
+                scope.spawn(|| {
+                    let report = fetch(reader);
+                    let is_whole = number <= 2;
+                    assert!(is_whole || report.bytes < TENSOR_BYTES / 10, "{number}: {report:?}");
+                });
+            }
+        });
+        for reader in &readers {
+            model.check(reader);
+        }
+        model.step(100);
+    }
+}
+
 /// A put that needs the memory of the base gets it, and the other host gets the version whole.
 #[test]
 fn put_evicts_base() {
@@ -150,13 +180,19 @@ fn put_evicts_base() {
     for _ in 0..3 {
         model.step(100);
         model.put(&trainer);
-        reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        fetch(&reader);
     }
     assert!(trainer.status().unwrap().memory.retained_bytes >= TENSOR_BYTES);
     let other = Model::new(2);
     let other_key = tssd_store::Key::new("other").unwrap();
     trainer.put_state_dict(&other_key, &other.dict(), &PutOptions::default()).unwrap();
     assert_eq!(trainer.status().unwrap().memory.retained_bytes, 0);
+    model.check(&reader);
+    trainer.delete(&other_key, None).unwrap();
+    model.step(100);
+    model.put(&trainer);
+    let report = fetch(&reader);
+    assert_eq!(report.base, Some(3), "the version before was still there: {report:?}");
     model.check(&reader);
 }
 
@@ -168,19 +204,20 @@ fn changed_model_moves_whole() {
     let mut model = Model::new(2);
     for _ in 0..3 {
         model.put(&trainer);
-        reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+        fetch(&reader);
         model.step(100);
     }
     // Every element differs.
     model.tensors.iter_mut().flatten().for_each(|byte| *byte = byte.wrapping_mul(77) ^ 0x5a);
     model.put(&trainer);
-    reader.prefetch(&key(), &[], &GetOptions::default()).unwrap();
+    let report = fetch(&reader);
+    assert!(report.bytes > TENSOR_BYTES, "{report:?}");
     model.check(&reader);
     // Another number of tensors: no archive is like the new one.
     let model = Model::new(3);
     model.put(&trainer);
     let bytes = moved_by(&generator, || {
-        drop(reader.prefetch(&key(), &[], &GetOptions::default()).unwrap())
+        fetch(&reader);
     });
     assert!(bytes >= 3 * TENSOR_BYTES / 2);
     model.check(&reader);
@@ -198,7 +235,7 @@ fn hosts_without_deltas_fetch_whole_versions() {
     for _ in 0..3 {
         model.put(&trainer);
         let bytes = moved_by(&generator, || {
-            drop(reader.prefetch(&key(), &[], &GetOptions::default()).unwrap())
+            fetch(&reader);
         });
         assert!(bytes >= TENSOR_BYTES, "{bytes}");
         model.step(100);

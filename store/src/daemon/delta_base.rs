@@ -34,7 +34,7 @@ impl HeldArchive {
     pub(crate) fn open(pool: &Arc<Pool>, name: &str) -> Option<Self> {
         // Held before it is opened: memory that is not held may be reused.
         pool.hold(&[name.to_owned()]);
-        let opened = pool.open(name).ok().flatten();
+        let opened = pool.open_retained(name).ok().flatten();
         let bytes = opened.and_then(|archive| archive.blob.bytes().cloned()).unwrap_or_default();
         let base = Self { name: name.to_owned(), bytes, pool: pool.clone() };
         (!base.bytes.is_empty()).then_some(base)

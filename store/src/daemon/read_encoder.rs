@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use indexmap::IndexMap;
 use tssd_format::Archive;
 
+use crate::control::layout::ArchiveName;
 use crate::daemon::delta_base::{DeltaBase, HeldArchive, retain_versions};
 use crate::error::Result;
 use crate::io::sync::Lock;
@@ -42,9 +44,17 @@ struct EncodedParts {
     /// The reads in their order.
     order: VecDeque<EncodedRead>,
     bytes: usize,
+    last_used: Option<Instant>,
 }
 
 impl EncodedRead {
+    /// Returns about how many bytes of memory this read and its encoded bytes take.
+    fn cost(&self, encoded: &Bytes) -> usize {
+        let ranges: usize = self.ranges.iter().map(|range| 48 + 16 * range.2.len()).sum();
+        // The read is stored twice.
+        encoded.len() + 2 * (512 + ranges)
+    }
+
     /// Returns the read that accepts no more than what encoded bytes have. Others that accept more can have them too.
     fn narrowed(mut self, encoded: &[u8]) -> Self {
         let [has_differences, has_planes] = encoding::has_differences_and_planes(encoded);
@@ -56,7 +66,8 @@ impl EncodedRead {
 
 impl EncodedParts {
     /// Returns bytes for a read: differences if there are some.
-    fn get(&self, read: &EncodedRead) -> Option<Bytes> {
+    fn get(&mut self, read: &EncodedRead) -> Option<Bytes> {
+        self.last_used = Some(Instant::now());
         let Encodings { base, planes } = &read.accept;
         let with = |base: &Option<String>, planes| {
             let accept = Encodings { base: base.clone(), planes };
@@ -66,15 +77,17 @@ impl EncodedParts {
     }
 
     fn insert(&mut self, read: EncodedRead, encoded: Bytes) {
-        self.bytes += encoded.len();
+        self.last_used = Some(Instant::now());
+        self.bytes += read.cost(&encoded);
         if let Some(replaced) = self.parts.insert(read.clone(), encoded) {
-            self.bytes -= replaced.len();
+            self.bytes -= read.cost(&replaced);
         } else {
             self.order.push_back(read);
         }
         while self.bytes > MAX_ENCODED_BYTES {
             let Some(oldest) = self.order.pop_front() else { return };
-            self.bytes -= self.parts.swap_remove(&oldest).map_or(0, |encoded| encoded.len());
+            self.bytes -=
+                self.parts.swap_remove(&oldest).map_or(0, |encoded| oldest.cost(&encoded));
         }
     }
 }
@@ -89,42 +102,62 @@ impl ReadEncoder {
         self.encoded.lock().insert(read.narrowed(&encoded), encoded);
     }
 
+    /// Forgets encoded bytes if none were used for a time.
+    pub(crate) fn forget_unused(&self, timeout: Duration) {
+        let mut encoded = self.encoded.lock();
+        if encoded.last_used.is_some_and(|last_used| last_used.elapsed() > timeout) {
+            *encoded = EncodedParts::default();
+        }
+    }
+
     /// Encodes bytes that a daemon reads. Returns `None` if they go as they are.
     ///
     /// # Errors
     ///
     /// `Io` without memory for the encoder; `Corrupt` if the archive is damaged.
     pub(crate) fn encode(&self, read: &EncodedRead, raw: &Data) -> Result<Option<Bytes>> {
+        let EncodedRead { blob, ranges, accept } = read;
+        self.retain_base(read);
         if let Some(encoded) = self.encoded.lock().get(read) {
             return Ok(Some(encoded));
         }
-        let EncodedRead { blob, ranges, accept } = read;
-        let base = accept.base.as_ref().and_then(|name| self.base_of(blob, name));
-        let base = base.and_then(|base| base.read(ranges));
-        if base.is_none() && !accept.planes {
-            return Ok(None);
+        let held_blob = HeldArchive::open(&self.pool, blob);
+        // Held until the bytes are encoded: its memory may be reused afterwards.
+        let held = accept.base.as_ref().and_then(|name| self.base_of(blob, name));
+        let base = held.as_ref().and_then(|base| base.read(ranges));
+        if base.is_none() {
+            let planes = Encodings { base: None, planes: accept.planes };
+            let read = EncodedRead { accept: planes, ..read.clone() };
+            if let Some(encoded) = self.encoded.lock().get(&read).filter(|_| accept.planes) {
+                return Ok(Some(encoded));
+            }
+            if !accept.planes {
+                return Ok(None);
+            }
         }
         let Some(layout) = self.layout(blob)? else { return Ok(None) };
         let raw = raw.clone().into_bytes();
         let accepted = Accepted { base: base.as_deref(), planes: accept.planes };
         let encoded = encoding::encode(&layout, ranges, &raw, accepted)?;
-        if let Some(encoded) = &encoded {
+        // The bytes of an archive that was evicted before it was held may be others now.
+        let is_intact = held_blob.is_none() || self.pool.span(blob).is_some();
+        if let Some(encoded) = encoded.as_ref().filter(|_| is_intact) {
             self.insert(read.clone(), encoded.clone());
         }
         Ok(encoded)
     }
 
-    /// Returns an archive of an earlier version of the same key. If it is not here, the next one will be.
+    /// Has the next version retained that is deleted, if the base of a read is deleted already.
+    fn retain_base(&self, read: &EncodedRead) {
+        let Some(base) = &read.accept.base else { return };
+        if is_same_key(&read.blob, base) && self.pool.span(base).is_none() {
+            retain_versions(&self.pool, &read.blob, Retain::Superseded);
+        }
+    }
+
+    /// Returns an archive of an earlier version of the same key.
     fn base_of(&self, blob: &str, name: &str) -> Option<HeldArchive> {
-        let key = |name: &str| Some(name.rsplitn(3, '/').nth(2)?.to_owned());
-        if key(blob).is_none() || key(blob) != key(name) {
-            return None;
-        }
-        let base = HeldArchive::open(&self.pool, name);
-        if base.is_none() {
-            retain_versions(&self.pool, blob, Retain::Superseded);
-        }
-        base
+        if is_same_key(blob, name) { HeldArchive::open(&self.pool, name) } else { None }
     }
 
     /// Returns the layout of an archive in memory. `None` if it is not complete.
@@ -149,4 +182,10 @@ impl ReadEncoder {
         layouts.insert(blob.to_owned(), layout.clone());
         layout
     }
+}
+
+/// Whether two names are those of archives of one key.
+fn is_same_key(one: &str, other: &str) -> bool {
+    let key = |name: &str| ArchiveName::parse(name).map(|name| name.prefix());
+    key(one).is_some() && key(one) == key(other)
 }

@@ -413,6 +413,8 @@ impl Replicas {
                     let base = replica.take_base();
                     let complete = CompleteReplica { number, len, progress, base };
                     inner.complete.insert(replica.name.clone(), complete);
+                    // It is an evict candidate now.
+                    self.pool.freed.notify_waiters();
                 }
                 _ => {}
             }
@@ -672,13 +674,16 @@ impl Replicas {
         }
     }
 
-    /// Frees what is retained of keys that have no version any more.
+    /// Frees what is retained of keys that have no version any more, and incomplete replicas that are retained for too long.
     async fn free_deleted_keys(&self, control_plane: &dyn ControlPlane) {
-        for prefix in self.pool.retained_prefixes() {
+        let prefixes = self.pool.retained_prefixes();
+        let is_retained = |name: &String| prefixes.iter().any(|prefix| name.starts_with(prefix));
+        self.inner().replaced.retain(|name, _| is_retained(name));
+        for prefix in &prefixes {
             let Some(key) = prefix.strip_suffix('/').and_then(Key::from_path) else { continue };
             // Without an answer, there may be versions.
             if control_plane.versions(&key).await.is_ok_and(|versions| versions.is_empty()) {
-                self.pool.free_retained(Some(&prefix));
+                self.pool.free_retained(Some(prefix));
                 self.inner().replaced.retain(|name, _| blob_key(name).as_ref() != Some(&key));
             }
         }
@@ -767,6 +772,7 @@ pub(crate) async fn maintain(replicas: Arc<Replicas>, control_plane: Arc<dyn Con
         for key in keys {
             replicas.remove_replaced(&key, &*control_plane).await;
         }
+        replicas.encoder.forget_unused(BASE_IDLE_TIMEOUT);
         replicas.release_idle_bases();
         replicas.free_deleted_keys(&*control_plane).await;
         if replicas.deltas {

@@ -18,6 +18,9 @@ const MAX_PART_BYTES: usize = 8 << 20;
 /// Maximum number of raw bytes of a part in byte planes.
 const MAX_PLANES_BYTES: usize = 1 << 20;
 
+/// Maximum number of runs of a range whose elements have several widths. Else they count as bytes.
+const MAX_RUNS: u64 = 4096;
+
 /// Length in bytes of the entry of a part in the table.
 const ENTRY_BYTES: usize = 12;
 
@@ -97,6 +100,12 @@ impl ElementLayout {
         for range in ranges {
             if let Some(width) = self.width_of(range) {
                 push_width(&mut widths, range.total_bytes(u64::MAX).unwrap_or(0), width);
+            } else if range.total_bytes(u64::MAX).unwrap_or(0) / range.1 > MAX_RUNS {
+                push_width(
+                    &mut widths,
+                    range.total_bytes(u64::MAX).unwrap_or(0),
+                    ElementWidth::One,
+                );
             } else {
                 range.for_each_run(|at| self.push_run(&mut widths, at..at + range.1));
             }
@@ -360,6 +369,10 @@ mod tests {
 
     use super::*;
 
+    fn noise(at: u32) -> u8 {
+        at.wrapping_mul(0x9e37_79b9).to_le_bytes()[3]
+    }
+
     fn layout() -> ElementLayout {
         let run = |start, end, width| ElementRun { range: start..end, width };
         ElementLayout::new(vec![
@@ -393,9 +406,11 @@ mod tests {
             has_base in any::<bool>(),
             planes in any::<bool>(),
         ) {
-            let file: Vec<u8> = (0..10_000_u32).map(|at| (at % 251 * at >> 8) as u8).collect();
+            let file: Vec<u8> = (0..10_000).map(|at| noise(at) / 8).collect();
             let mut base = file.clone();
-            changes.into_iter().for_each(|(at, byte)| base[at] = byte);
+            for (at, byte) in changes {
+                base[at] = byte;
+            }
             let (raw, base) = (bytes_of(&file, &ranges), bytes_of(&base, &ranges));
             let total: usize = layout().widths(&ranges).iter().map(|(len, _)| len).sum();
             prop_assert_eq!(total, raw.len());
@@ -415,7 +430,7 @@ mod tests {
             byte in any::<u8>(),
             cut in any::<prop::sample::Index>(),
         ) {
-            let raw: Vec<u8> = (0..4000_u32).map(|at| at as u8).collect();
+            let raw: Vec<u8> = (0..4000).map(noise).collect();
             let mut base = raw.clone();
             base[17] ^= 1;
             let ranges = [Range::contiguous(1200, 4000)];
@@ -452,26 +467,26 @@ mod tests {
 
     #[test]
     fn few_changes_take_few_bytes() {
-        let raw: Vec<u8> =
-            (0..8 << 20_u32).map(|at: u32| (at.wrapping_mul(0x9e37_79b9) >> 24) as u8).collect();
+        let raw: Vec<u8> = (0..1000).map(noise).collect();
         let mut base = raw.clone();
-        (0..raw.len() / 400).for_each(|at| base[at * 400] ^= 1);
+        base[400] ^= 1;
+        base[800] ^= 1;
         let ranges = [Range::contiguous(192, 1000)];
         let layout = layout();
-        let accepted = Accepted { base: Some(&base[..1000]), planes: true };
-        let encoded = encode(&layout, &ranges, &raw[..1000], accepted).unwrap().unwrap();
+        let accepted = Accepted { base: Some(&base), planes: true };
+        let encoded = encode(&layout, &ranges, &raw, accepted).unwrap().unwrap();
         assert!(encoded.len() < 100, "{}", encoded.len());
         assert_eq!(has_differences_and_planes(&encoded), [true, false]);
         let accepted = Accepted { base: None, planes: true };
-        assert!(encode(&layout, &ranges, &raw[..1000], accepted).unwrap().is_none());
+        assert!(encode(&layout, &ranges, &raw, accepted).unwrap().is_none());
         let wrong = Accepted { base: Some(&base[..999]), planes: true };
-        assert!(encode(&layout, &ranges, &raw[..1000], wrong).is_err());
+        assert!(encode(&layout, &ranges, &raw, wrong).is_err());
     }
 
     /// A receiver with another base notices it.
     #[test]
     fn wrong_base_is_found() {
-        let raw: Vec<u8> = (0..4000_u32).map(|at| (at / 16) as u8).collect();
+        let raw: Vec<u8> = (0..4000).map(noise).collect();
         let mut base = raw.clone();
         base[17] ^= 1;
         let ranges = [Range::contiguous(1200, 4000)];

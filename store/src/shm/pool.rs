@@ -359,8 +359,10 @@ impl Pool {
             slot
         } else {
             let capacity = slab_len.max(SLAB_BYTES);
-            if let Err(exhausted) = inner.make_room(capacity, self.limit) {
-                return Ok(Err(exhausted));
+            while let Err(exhausted) = inner.make_room(capacity, self.limit) {
+                if !inner.free_one_retained() {
+                    return Ok(Err(exhausted));
+                }
             }
             let memory = segment::create(capacity)?;
             // A segment larger than a slab contains one blob, so all its pages are written now.
@@ -425,7 +427,9 @@ impl Pool {
 
     /// Returns the prefixes of names whose deleted blobs are retained.
     pub(crate) fn retained_prefixes(&self) -> Vec<String> {
-        self.inner().retained_prefixes.keys().map(|(prefix, _)| prefix.clone()).collect()
+        let inner = self.inner();
+        let retained = inner.retained_prefixes.iter().filter(|(_, until)| Instant::now() < **until);
+        retained.map(|((prefix, _), _)| prefix.clone()).collect()
     }
 
     /// Frees the retained blobs whose time has passed.
@@ -445,11 +449,9 @@ impl Pool {
     /// Frees the retained blobs with a prefix that are not held, or some of any prefix. Returns whether there was one.
     pub(crate) fn free_retained(&self, prefix: Option<&str>) -> bool {
         let mut inner = self.inner();
-        let has_freed = if let Some(prefix) = prefix {
-            inner.free_retained(prefix, |_| true)
-        } else {
-            let names = inner.retained.keys().find(|name| !inner.holds.contains_key(*name));
-            names.cloned().is_some_and(|name| inner.free_retained(&name, |_| true))
+        let has_freed = match prefix {
+            Some(prefix) => inner.free_retained(prefix, |_| true),
+            None => inner.free_one_retained(),
         };
         drop(inner);
         self.freed.notify_waiters();
@@ -466,10 +468,22 @@ impl Pool {
         all.into_iter().flatten().map(|(name, span)| (name.clone(), span.len)).collect()
     }
 
-    /// Opens a blob for the daemon itself. A retained one must be held.
+    /// Opens a blob for the daemon itself.
     pub(crate) fn open(&self, name: &str) -> io::Result<Option<LocalArchive>> {
         let mut inner = self.inner();
-        let Some(Span { segment, offset, len }) = inner.find(name) else { return Ok(None) };
+        let span = inner.blobs.get(name).copied();
+        span.map(|span| Self::open_span(&mut inner, name, span)).transpose()
+    }
+
+    /// As [`Pool::open`], also for a retained blob. The blob must be held.
+    pub(crate) fn open_retained(&self, name: &str) -> io::Result<Option<LocalArchive>> {
+        let mut inner = self.inner();
+        let span = inner.blobs.get(name).or_else(|| inner.retained.get(name)).copied();
+        span.map(|span| Self::open_span(&mut inner, name, span)).transpose()
+    }
+
+    fn open_span(inner: &mut Inner, name: &str, span: Span) -> io::Result<LocalArchive> {
+        let Span { segment, offset, len } = span;
         let device_archive = inner.device_archives.get(name).copied();
         let segment = inner.segments.get_mut(&segment).expect("a blob lies in a segment");
         let map = if let Some(map) = &segment.map {
@@ -479,9 +493,9 @@ impl Pool {
             segment.map.insert(map).clone()
         };
         let archive = map.archive(offset, len).expect("a blob lies in its segment");
-        let Some((_, len)) = device_archive else { return Ok(Some(archive)) };
+        let Some((_, len)) = device_archive else { return Ok(archive) };
         let host_part = archive.blob.bytes().cloned().unwrap_or_default();
-        Ok(Some(LocalArchive::without_checksums(DeviceArchive::new(host_part, len, None)?)))
+        Ok(LocalArchive::without_checksums(DeviceArchive::new(host_part, len, None)?))
     }
 
     /// Returns the memory of a segment and its length. Returns none if the reader has it already.
@@ -726,11 +740,14 @@ mod tests {
         pool.delete("other/1/a");
         pool.retain_deleted("k/", Retain::Superseded, until);
         pool.write("k/1/small", &[1]).unwrap().unwrap();
-        ["k/1/a", "k/1/b", "k/1/small"].iter().for_each(|name| pool.delete(name));
+        for name in ["k/1/a", "k/1/b", "k/1/small"] {
+            pool.delete(name);
+        }
         let names = || pool.names_with_retained("k/").into_iter().map(|(name, _)| name);
         assert_eq!(names().collect::<Vec<_>>(), ["k/2/a", "k/1/a", "k/1/b"]);
         assert_eq!((pool.span("k/1/a"), pool.status().retained_bytes), (None, 8 << 20));
-        assert!(pool.open("k/1/a").unwrap().is_some());
+        assert!(pool.open("k/1/a").unwrap().is_none());
+        assert!(pool.open_retained("k/1/a").unwrap().is_some());
         // A held one stays.
         pool.hold(&["k/1/a".to_owned()]);
         pool.delete("k/2/a");
@@ -739,6 +756,14 @@ mod tests {
         pool.release(&["k/1/a".to_owned()]);
         assert!(pool.free_retained(Some("k/")));
         assert_eq!((names().count(), pool.status().retained_bytes), (0, 0));
+        // A blob that was restored is retained once.
+        for _ in 0..2 {
+            publish("k/2/a").unwrap();
+            pool.delete("k/2/a");
+        }
+        assert!(pool.free_retained(Some("k/")));
+        let memory = pool.status();
+        assert_eq!(memory.free_bytes + SLAB_BYTES, memory.used_bytes, "{memory:?}");
         // After its time, nothing is retained.
         pool.retain_deleted("k/", Retain::Superseded, Instant::now());
         publish("k/3/a").unwrap();

@@ -5,6 +5,7 @@ mod shared_fetch;
 
 use std::ops;
 use std::pin::pin;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,9 @@ const REST_REQUESTS: usize = 4;
 
 /// Maximum number of runs of the ranges that readers want of an archive. It bounds the memory for them.
 const MAX_WANTED_RUNS: u64 = 1 << 20;
+
+/// Number of reads that may fail to decode before all bytes come as they are.
+const MAX_DECODE_FAILURES: u32 = 3;
 
 /// Rate in bytes per second up to which bytes come in byte planes. Two cores code and decode them faster.
 const MAX_PLANES_RATE: u64 = 500_000_000;
@@ -92,6 +96,8 @@ pub(crate) struct PartialReplica {
     encoder: Arc<ReadEncoder>,
     /// In which encodings its bytes may come. In byte planes, only if the network is slow.
     encodings: Lock<ReadEncodings>,
+    /// Number of reads whose bytes did not decode.
+    decode_failures: AtomicU32,
     /// Notified when a fetch has ended, with or without success.
     changed: Notify,
     /// Notified when a reader wants more, or when the replica is evicted.
@@ -283,6 +289,7 @@ impl PartialReplica {
             len,
             encoder,
             encodings: Lock::new(encodings),
+            decode_failures: AtomicU32::new(0),
             buffer: RwLock::new(Some(buffer)),
             state: Lock::default(),
             progress: Arc::new(FetchProgress::new(Instant::now())),
@@ -322,8 +329,8 @@ impl PartialReplica {
         ranges: &[Range],
         verify: bool,
     ) -> Result<RemoteRead> {
+        let mut encodings = self.accepted_encodings();
         loop {
-            let encodings = self.accepted_encodings();
             let (name, ranges) = (&self.name, ranges.to_vec());
             let read = match fetcher {
                 Some(fetcher) => {
@@ -332,9 +339,15 @@ impl PartialReplica {
                 None => remote_blobs.read(name, &ranges, verify, &encodings).await,
             };
             match read {
-                Err(error) if error.kind() == ErrorKind::Corrupt && encodings.base.is_some() => {
-                    tracing::warn!(name, %error, "its bytes come without a base now");
-                    self.encodings.lock().base = None;
+                Err(error)
+                    if error.kind() == ErrorKind::Corrupt
+                        && (encodings.base.is_some() || encodings.planes) =>
+                {
+                    tracing::warn!(name, %error, "its bytes are read once more, as they are");
+                    encodings = ReadEncodings::default();
+                    if self.decode_failures.fetch_add(1, Ordering::Relaxed) >= MAX_DECODE_FAILURES {
+                        *self.encodings.lock() = ReadEncodings::default();
+                    }
                 }
                 Err(error) => return Err(error),
                 Ok(read) => {

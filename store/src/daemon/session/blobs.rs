@@ -33,7 +33,7 @@ impl Session {
                     if without_data {
                         answer.data = Data::default();
                     } else if !accept.is_empty() {
-                        self.encode(&mut answer, EncodedRead { blob, ranges, accept }).await?;
+                        self.encode(&mut answer, EncodedRead { blob, ranges, accept }).await;
                     }
                     if let (Some(uplink), Origin::Address(peer)) = (&self.state.uplink, self.origin)
                     {
@@ -117,18 +117,21 @@ impl Session {
     }
 
     /// Encodes the data of a reply if the client can decode it, and if that makes it shorter.
-    async fn encode(&self, answer: &mut Response<'_>, read: EncodedRead) -> Result<()> {
+    async fn encode(&self, answer: &mut Response<'_>, read: EncodedRead) {
         let (Some(encoder), Reply::Read(reply)) =
             (self.state.volume.replicas.encoder(), &mut answer.reply)
         else {
-            return Ok(());
+            return;
         };
         let (encoder, data) = (encoder.clone(), answer.data.clone());
-        if let Some(encoded) = run_blocking(move || encoder.encode(&read, &data)).await? {
-            reply.is_encoded = true;
-            answer.data = encoded.into();
+        match run_blocking(move || encoder.encode(&read, &data)).await {
+            Ok(Some(encoded)) => {
+                reply.is_encoded = true;
+                answer.data = encoded.into();
+            }
+            Ok(None) => {}
+            Err(error) => tracing::debug!(%error, "the bytes go as they are"),
         }
-        Ok(())
     }
 
     /// Reads ranges of a blob, from memory or through this daemon from another one.

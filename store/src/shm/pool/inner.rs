@@ -186,8 +186,11 @@ impl Inner {
             self.remove_blob(device);
         } else if let Some((prefix, folder)) = self.retained_folder(name, span) {
             self.free_retained(&prefix, |other| !other.starts_with(&folder));
-            self.retained.insert(name.to_owned(), span);
-            return;
+            // A blob that was restored meanwhile may be retained already.
+            if !self.retained.contains_key(name) {
+                self.retained.insert(name.to_owned(), span);
+                return;
+            }
         }
         self.free(span);
     }
@@ -236,9 +239,10 @@ impl Inner {
         !names.is_empty()
     }
 
-    /// Returns where a blob is that is stored or retained.
-    pub(super) fn find(&self, name: &str) -> Option<Span> {
-        self.blobs.get(name).or_else(|| self.retained.get(name)).copied()
+    /// Frees a retained blob that is not held. Returns whether there was one.
+    pub(super) fn free_one_retained(&mut self) -> bool {
+        let name = self.retained.keys().find(|name| !self.holds.contains_key(*name)).cloned();
+        name.is_some_and(|name| self.free_retained(&name, |_| true))
     }
 
     /// Frees the memory of a blob that has no name any more.

@@ -248,6 +248,8 @@ fn convert_error(url: &str, error: &etcd_client::Error) -> Error {
     let text = append_causes(text, cause);
     let kind = match (error, code) {
         (EtcdError::InvalidArgs(_) | EtcdError::InvalidUri(_), _) => ErrorKind::Invalid,
+        // The token expired between the authentication and the request, which the client repeats once.
+        (_, Some(16)) if text.contains("invalid auth token") => ErrorKind::Unreachable,
         // gRPC codes: 3 is an invalid argument, 7 permission denied, 16 unauthenticated.
         (_, Some(3 | 7 | 16)) => ErrorKind::Refused,
         // gRPC code 8, resource exhausted: the receiver rejects a record that is larger than a message can be.

@@ -75,7 +75,7 @@ pub(crate) struct Args {
     /// Warn if a version comes from other hosts with less than this rate, in bytes per second
     #[arg(long, value_name = "SIZE", requires = "listen")]
     min_fetch_rate: Option<Size>,
-    /// Send hosts that have an earlier version only the difference, and fetch differences
+    /// Whether hosts send and request the difference from an earlier version
     #[arg(long, value_enum, default_value = "auto", requires = "listen")]
     delta: Deltas,
     /// The name by which other daemons reach this one, if that is not the address of --listen

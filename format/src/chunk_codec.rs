@@ -50,9 +50,11 @@ impl ChunkCodec {
 
 /// The codec of the chunks of a storage that are not raw, and the width of an element in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StorageCodec {
-    pub(crate) codec: ChunkCodec,
-    pub(crate) width: u8,
+pub struct StorageCodec {
+    /// The codec.
+    pub codec: ChunkCodec,
+    /// Width of an element in bytes: 1, 2, 4 or 8; in delta chunks at most 4.
+    pub width: u8,
 }
 
 /// Encoder of the chunks of a storage. Reuses its working memory for every chunk.
@@ -99,7 +101,22 @@ impl ChunkEncoder {
 }
 
 /// Decoder of chunks of all codecs. Reuses its working memory for every chunk.
-pub(crate) struct ChunkDecoder {
+///
+/// ```
+/// # #[cfg(feature = "zstd")] {
+/// use tssd_format::{ChunkCodec, ChunkDecoder, PlanesEncoder, StorageCodec};
+///
+/// let raw: Vec<u8> = (0..30_000_u16).flat_map(|at| f32::from(at).to_le_bytes()).collect();
+/// let stored = PlanesEncoder::new()?.encode(&raw, 4)?.expect("the exponents are alike");
+///
+/// let mut decoded = vec![0; raw.len()];
+/// let codec = StorageCodec { codec: ChunkCodec::Planes, width: 4 };
+/// ChunkDecoder::new()?.decode(codec, &stored, None, &mut decoded)?;
+/// assert_eq!(decoded, raw);
+/// # }
+/// # Ok::<(), tssd_format::Error>(())
+/// ```
+pub struct ChunkDecoder {
     planes: PlanesDecoder,
     /// Created for the first chunk of codec 4.
     tiers: Option<TiersDecoder>,
@@ -108,7 +125,12 @@ pub(crate) struct ChunkDecoder {
 }
 
 impl ChunkDecoder {
-    pub(crate) fn new() -> Result<Self> {
+    /// Creates a decoder.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if zstd cannot allocate memory.
+    pub fn new() -> Result<Self> {
         Ok(Self { planes: PlanesDecoder::new()?, tiers: None, delta: None })
     }
 
@@ -121,7 +143,11 @@ impl ChunkDecoder {
     ///
     /// `FrameCorrupt` (F-093); `PlaneLengths` (F-097); `DeltaChunk` (F-098); `DeltaMismatch` (F-099); `TiersChunk`
     /// (F-100); `BaseMissing`; `FeatureMissing` in a build without zstd.
-    pub(crate) fn decode(
+    ///
+    /// # Panics
+    ///
+    /// Panics if the codec has no elements of this width, or if a raw chunk has another length than `target`.
+    pub fn decode(
         &mut self,
         StorageCodec { codec, width }: StorageCodec,
         stored: &[u8],

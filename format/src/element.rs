@@ -30,7 +30,7 @@ impl ElementWidth {
     }
 
     /// Returns the width in bytes, as storage records have it.
-    pub(crate) fn to_u8(self) -> u8 {
+    pub fn to_u8(self) -> u8 {
         match self {
             Self::One => 1,
             Self::Two => 2,

@@ -44,20 +44,7 @@ pub(crate) fn is_plane_width(bytes: u8) -> bool {
 
 /// Encoder of chunks of codec 2. Reuses its working memory for every chunk.
 ///
-/// ```
-/// # #[cfg(feature = "zstd")] {
-/// use tssd_format::{PlanesDecoder, PlanesEncoder};
-///
-/// let raw: Vec<u8> = (0..30_000_u16).flat_map(|at| f32::from(at).to_le_bytes()).collect();
-/// let stored = PlanesEncoder::new()?.encode(&raw, 4)?.expect("the exponents are alike");
-/// assert!(stored.len() < raw.len());
-///
-/// let mut decoded = vec![0; raw.len()];
-/// PlanesDecoder::new()?.decode(&stored, 4, &mut decoded)?;
-/// assert_eq!(decoded, raw);
-/// # }
-/// # Ok::<(), tssd_format::Error>(())
-/// ```
+/// Its chunks are decoded by [`ChunkDecoder`](crate::ChunkDecoder), which has an example.
 #[cfg(feature = "zstd")]
 pub struct PlanesEncoder {
     zstd: Compressor<'static>,
@@ -156,8 +143,8 @@ impl PlanesEncoder {
     }
 }
 
-/// Decoder of chunks of codec 2. Reuses its working memory, which is at most one plane, for every chunk.
-pub struct PlanesDecoder {
+/// Decoder of chunks. Reuses its working memory, which is at most one plane, for every chunk.
+pub(crate) struct PlanesDecoder {
     /// Decoder of coded planes, and of chunks of codec 1.
     pub(crate) frames: ZstdDecoder,
     plane: Vec<u8>,
@@ -169,7 +156,7 @@ impl PlanesDecoder {
     /// # Errors
     ///
     /// `Io` if zstd cannot allocate memory.
-    pub fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         Ok(Self { frames: ZstdDecoder::new()?, plane: Vec::new() })
     }
 
@@ -180,11 +167,7 @@ impl PlanesDecoder {
     /// # Errors
     ///
     /// `PlaneLengths` (F-097) before any byte is decoded; `FrameCorrupt` (F-093).
-    ///
-    /// # Panics
-    ///
-    /// Panics if `width` is not 1, 2, 4 or 8.
-    pub fn decode(&mut self, stored: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
+    pub(crate) fn decode(&mut self, stored: &[u8], width: u8, target: &mut [u8]) -> Result<()> {
         with_plane_width!(width, W => self.decode_planes::<W>(stored, target))
     }
 

@@ -120,7 +120,6 @@ pub(crate) trait Controller: Catalog {
     async fn locate(&self, key: &Key, selector: Selector) -> Result<LocatedVersion>;
 
     /// Copies archives of a version into the memory of this host's daemon: `archives` by name, or all.
-    ///
     async fn prefetch(
         &self,
         key: &Key,

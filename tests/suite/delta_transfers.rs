@@ -72,6 +72,29 @@ impl Model {
     }
 }
 
+/// The host of a trainer, and one that reads.
+struct Hosts {
+    trainer: Store,
+    reader: Store,
+    generator: TestDaemon,
+    _controller: TestDaemon,
+}
+
+impl Hosts {
+    fn start(memory_limit: u64) -> Self {
+        let controller = TestDaemon::new(memory_limit);
+        let generator = TestDaemon::with_controller(&controller);
+        let (trainer, reader) = (controller.connect(), generator.connect());
+        Self { trainer, reader, generator, _controller: controller }
+    }
+}
+
+fn controller_with_generators(count: usize) -> (TestDaemon, Vec<TestDaemon>) {
+    let controller = TestDaemon::new(1 << 30);
+    let generators = (0..count).map(|_| TestDaemon::with_controller(&controller)).collect();
+    (controller, generators)
+}
+
 fn fetch(reader: &Store) -> PrefetchReport {
     reader.prefetch(&key(), &[], &GetOptions::default()).unwrap()
 }
@@ -90,16 +113,14 @@ fn moved_by(host: &TestDaemon, action: impl FnOnce()) -> u64 {
 
 #[test]
 fn prefetch_moves_difference_from_earlier_version() {
-    let controller = TestDaemon::new(1 << 30);
-    let generator = TestDaemon::with_controller(&controller);
-    let (trainer, reader) = (controller.connect(), generator.connect());
+    let Hosts { generator, trainer, reader, .. } = &Hosts::start(1 << 30);
     let mut model = Model::new(3);
     let size = 3 * TENSOR_BYTES;
     for number in 1..=5 {
-        model.put(&trainer);
-        let before = moved(&generator);
-        let report = fetch(&reader);
-        let bytes = moved(&generator) - before;
+        model.put(trainer);
+        let before = moved(generator);
+        let report = fetch(reader);
+        let bytes = moved(generator) - before;
         if number <= 2 {
             // The trainer's host has no earlier version before another host has asked for one.
             assert!(bytes >= size / 2, "{number}: {bytes}");
@@ -109,7 +130,7 @@ fn prefetch_moves_difference_from_earlier_version() {
             assert_eq!((report.bytes, report.base), (bytes, Some(number - 1)));
             assert!(report.size >= size);
         }
-        model.check(&reader);
+        model.check(reader);
         model.step(100);
     }
     // The trainer's host has the version and its base, the other host has the version.
@@ -122,8 +143,7 @@ fn prefetch_moves_difference_from_earlier_version() {
 
 #[test]
 fn box_moves_its_difference_only() {
-    let controller = TestDaemon::new(1 << 30);
-    let generators: Vec<_> = (0..2).map(|_| TestDaemon::with_controller(&controller)).collect();
+    let (controller, generators) = controller_with_generators(2);
     let trainer = controller.connect();
     let readers: Vec<Store> = generators.iter().map(TestDaemon::connect).collect();
     let mut model = Model::new(2);
@@ -147,8 +167,7 @@ fn box_moves_its_difference_only() {
 
 #[test]
 fn hosts_pass_differences_on() {
-    let controller = TestDaemon::new(1 << 30);
-    let generators: Vec<_> = (0..4).map(|_| TestDaemon::with_controller(&controller)).collect();
+    let (controller, generators) = controller_with_generators(4);
     let trainer = controller.connect();
     let readers: Vec<Store> = generators.iter().map(TestDaemon::connect).collect();
     let mut model = Model::new(2);
@@ -170,57 +189,53 @@ fn hosts_pass_differences_on() {
     }
 }
 
-/// A put that needs the memory of the base gets it, and the other host gets the version whole.
+/// A put that needs the memory of the base gets it.
 #[test]
 fn put_evicts_base() {
-    let controller = TestDaemon::new(3 * TENSOR_BYTES + 8 * MIB);
-    let generator = TestDaemon::with_controller(&controller);
-    let (trainer, reader) = (controller.connect(), generator.connect());
+    let Hosts { trainer, reader, .. } = &Hosts::start(3 * TENSOR_BYTES + 8 * MIB);
     let mut model = Model::new(1);
     for _ in 0..3 {
         model.step(100);
-        model.put(&trainer);
-        fetch(&reader);
+        model.put(trainer);
+        fetch(reader);
     }
     assert!(trainer.status().unwrap().memory.retained_bytes >= TENSOR_BYTES);
     let other = Model::new(2);
     let other_key = tssd_store::Key::new("other").unwrap();
     trainer.put_state_dict(&other_key, &other.dict(), &PutOptions::default()).unwrap();
     assert_eq!(trainer.status().unwrap().memory.retained_bytes, 0);
-    model.check(&reader);
+    model.check(reader);
     trainer.delete(&other_key, None).unwrap();
     model.step(100);
-    model.put(&trainer);
-    let report = fetch(&reader);
+    model.put(trainer);
+    let report = fetch(reader);
     assert_eq!(report.base, Some(3), "the version before was still there: {report:?}");
-    model.check(&reader);
+    model.check(reader);
 }
 
 #[test]
 fn changed_model_moves_whole() {
-    let controller = TestDaemon::new(1 << 30);
-    let generator = TestDaemon::with_controller(&controller);
-    let (trainer, reader) = (controller.connect(), generator.connect());
+    let Hosts { generator, trainer, reader, .. } = &Hosts::start(1 << 30);
     let mut model = Model::new(2);
     for _ in 0..3 {
-        model.put(&trainer);
-        fetch(&reader);
+        model.put(trainer);
+        fetch(reader);
         model.step(100);
     }
     // Every element differs.
     model.tensors.iter_mut().flatten().for_each(|byte| *byte = byte.wrapping_mul(77) ^ 0x5a);
-    model.put(&trainer);
-    let report = fetch(&reader);
+    model.put(trainer);
+    let report = fetch(reader);
     assert!(report.bytes > TENSOR_BYTES, "{report:?}");
-    model.check(&reader);
+    model.check(reader);
     // Another number of tensors: no archive is like the new one.
     let model = Model::new(3);
-    model.put(&trainer);
-    let bytes = moved_by(&generator, || {
-        fetch(&reader);
+    model.put(trainer);
+    let bytes = moved_by(generator, || {
+        fetch(reader);
     });
     assert!(bytes >= 3 * TENSOR_BYTES / 2);
-    model.check(&reader);
+    model.check(reader);
 }
 
 #[test]

@@ -1,12 +1,13 @@
-//! Archives that a daemon has of an earlier version, from which later ones come as differences.
+//! Bases: archives of an earlier version, from which a host gets later ones as differences.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tssd_format::Blob;
 
 use crate::control::layout::ArchiveName;
-use crate::daemon::chunk_verifier::{copy_ranges, total_bytes};
+use crate::daemon::chunk_verifier::{gather, total_bytes};
 use crate::net::wire::Range;
 use crate::shm::{Pool, Retain};
 
@@ -25,7 +26,8 @@ pub(crate) trait DeltaBase: Send + Sync {
 /// An archive in a pool that does not lose its memory.
 pub(crate) struct HeldArchive {
     name: String,
-    bytes: Bytes,
+    /// `None` after the drop has begun, and if there is no such archive in host memory.
+    blob: Option<Arc<dyn Blob>>,
     pool: Arc<Pool>,
 }
 
@@ -35,9 +37,9 @@ impl HeldArchive {
         // Held before it is opened: memory that is not held may be reused.
         pool.hold(&[name.to_owned()]);
         let opened = pool.open_retained(name).ok().flatten();
-        let bytes = opened.and_then(|archive| archive.blob.bytes().cloned()).unwrap_or_default();
-        let base = Self { name: name.to_owned(), bytes, pool: pool.clone() };
-        (!base.bytes.is_empty()).then_some(base)
+        let blob = opened.map(|archive| archive.blob).filter(|blob| blob.bytes().is_some());
+        let archive = Self { name: name.to_owned(), blob, pool: pool.clone() };
+        archive.blob.is_some().then_some(archive)
     }
 }
 
@@ -47,20 +49,15 @@ impl DeltaBase for HeldArchive {
     }
 
     fn read(&self, ranges: &[Range]) -> Option<Bytes> {
-        let bytes = total_bytes(ranges, u64::try_from(self.bytes.len()).ok()?).ok()?;
-        if let [Range(start, len, loops)] = ranges
-            && loops.is_empty()
-        {
-            let start = usize::try_from(*start).ok()?;
-            return Some(self.bytes.slice(start..start + usize::try_from(*len).ok()?));
-        }
-        Some(copy_ranges(&self.bytes, ranges, bytes))
+        let blob = &**self.blob.as_ref()?;
+        total_bytes(ranges, blob.size().ok()?).ok()?;
+        Some(gather(blob, ranges).ok()?.into_bytes())
     }
 }
 
 impl Drop for HeldArchive {
     fn drop(&mut self) {
-        self.bytes = Bytes::new();
+        self.blob = None;
         self.pool.release(&[std::mem::take(&mut self.name)]);
     }
 }

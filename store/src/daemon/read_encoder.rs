@@ -1,6 +1,6 @@
 //! Encodes the bytes of archives that other daemons read, each part once.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use tssd_format::Archive;
 
 use crate::control::layout::ArchiveName;
 use crate::daemon::delta_base::{DeltaBase, HeldArchive, retain_versions};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::io::sync::Lock;
 use crate::net::encoding::{self, Accepted, ElementLayout};
 use crate::net::wire::{Data, Encodings, Range};
@@ -37,12 +37,11 @@ pub(crate) struct ReadEncoder {
     encoded: Lock<EncodedParts>,
 }
 
-/// Encoded bytes, the last [`MAX_ENCODED_BYTES`] of them.
+/// Encoded bytes: those that were inserted last, at most [`MAX_ENCODED_BYTES`].
 #[derive(Default)]
 struct EncodedParts {
+    /// In the order in which they were inserted.
     parts: IndexMap<EncodedRead, Bytes>,
-    /// The reads in their order.
-    order: VecDeque<EncodedRead>,
     bytes: usize,
     last_used: Option<Instant>,
 }
@@ -51,16 +50,7 @@ impl EncodedRead {
     /// Returns about how many bytes of memory this read and its encoded bytes take.
     fn cost(&self, encoded: &Bytes) -> usize {
         let ranges: usize = self.ranges.iter().map(|range| 48 + 16 * range.2.len()).sum();
-        // The read is stored twice.
-        encoded.len() + 2 * (512 + ranges)
-    }
-
-    /// Returns the read that accepts no more than what encoded bytes have. Others that accept more can have them too.
-    fn narrowed(mut self, encoded: &[u8]) -> Self {
-        let [has_differences, has_planes] = encoding::has_differences_and_planes(encoded);
-        self.accept.base = self.accept.base.filter(|_| has_differences);
-        self.accept.planes &= has_planes;
-        self
+        encoded.len() + 512 + ranges
     }
 }
 
@@ -79,15 +69,15 @@ impl EncodedParts {
     fn insert(&mut self, read: EncodedRead, encoded: Bytes) {
         self.last_used = Some(Instant::now());
         self.bytes += read.cost(&encoded);
-        if let Some(replaced) = self.parts.insert(read.clone(), encoded) {
-            self.bytes -= read.cost(&replaced);
-        } else {
-            self.order.push_back(read);
+        let key_cost = read.cost(&Bytes::new());
+        if let Some(replaced) = self.parts.insert(read, encoded) {
+            self.bytes -= key_cost + replaced.len();
         }
-        while self.bytes > MAX_ENCODED_BYTES {
-            let Some(oldest) = self.order.pop_front() else { return };
-            self.bytes -=
-                self.parts.swap_remove(&oldest).map_or(0, |encoded| oldest.cost(&encoded));
+        if self.bytes > MAX_ENCODED_BYTES {
+            // The older half: to remove them one by one would move the others each time.
+            let oldest = self.parts.drain(..self.parts.len().div_ceil(2));
+            let freed: usize = oldest.map(|(read, encoded)| read.cost(&encoded)).sum();
+            self.bytes -= freed;
         }
     }
 }
@@ -97,9 +87,9 @@ impl ReadEncoder {
         Self { pool, layouts: Lock::default(), encoded: Lock::default() }
     }
 
-    /// Remembers bytes that came encoded, to send them on.
+    /// Remembers encoded bytes, to send them on. The read accepts what they need, and no more.
     pub(crate) fn insert(&self, read: EncodedRead, encoded: Bytes) {
-        self.encoded.lock().insert(read.narrowed(&encoded), encoded);
+        self.encoded.lock().insert(read, encoded);
     }
 
     /// Forgets encoded bytes if none were used for a time.
@@ -139,12 +129,13 @@ impl ReadEncoder {
         let raw = raw.clone().into_bytes();
         let accepted = Accepted { base: base.as_deref(), planes: accept.planes };
         let encoded = encoding::encode(&layout, ranges, &raw, accepted)?;
+        let Some((encoded, forms)) = encoded else { return Ok(None) };
         // The bytes of an archive that was evicted before it was held may be others now.
-        let is_intact = held_blob.is_none() || self.pool.span(blob).is_some();
-        if let Some(encoded) = encoded.as_ref().filter(|_| is_intact) {
-            self.insert(read.clone(), encoded.clone());
+        if held_blob.is_none() || self.pool.span(blob).is_some() {
+            let accept = forms.narrow(accept);
+            self.insert(EncodedRead { accept, ..read.clone() }, encoded.clone());
         }
-        Ok(encoded)
+        Ok(Some(encoded))
     }
 
     /// Has the next version retained that is deleted, if the base of a read is deleted already.
@@ -165,10 +156,10 @@ impl ReadEncoder {
         if let Some(layout) = self.layouts.lock().get(blob) {
             return Ok(Some(layout.clone()));
         }
-        let failed = |error| crate::error::Error::io(blob, error);
-        let Some(opened) = self.pool.open(blob).map_err(failed)? else { return Ok(None) };
-        let archive = Archive::from_blob(opened.blob)
-            .map_err(|error| crate::error::Error::from_format(blob, error))?;
+        let opened = self.pool.open(blob).map_err(|error| Error::io(blob, error))?;
+        let Some(opened) = opened else { return Ok(None) };
+        let archive = Archive::from_blob(opened.blob);
+        let archive = archive.map_err(|error| Error::from_format(blob, error))?;
         Ok(Some(self.insert_layout(blob, &archive)))
     }
 

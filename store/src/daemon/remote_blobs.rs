@@ -108,7 +108,7 @@ pub(crate) struct ReplicaLocation {
 pub(crate) struct RemoteRead {
     pub(crate) data: Bytes,
     pub(crate) checksum: ReadChecksum,
-    /// The bytes as they came, if they came encoded, and which encodings were accepted.
+    /// The bytes as they came, if they came encoded, and the encodings that they use.
     pub(crate) encoded: Option<(Bytes, Encodings)>,
     /// The address of a daemon, or [`BUCKET`].
     pub(crate) sender: String,
@@ -387,10 +387,13 @@ impl RemoteBlobIndex {
             let (data, checksum) = bucket.read(name, ranges, verify).await?;
             return Ok(RemoteRead { data, checksum, encoded: None, sender: BUCKET.to_owned() });
         }
-        let (ranges, encodings) = (ranges.to_vec(), encodings.clone());
-        let request = RemoteRequest { ranges, verify, local_only: true, encodings };
-        let blob = name.to_owned();
-        let read = move |connections: &ConnectionPool| read_from(connections, &blob, &request);
+        let (blob, ranges, encodings) = (name.to_owned(), ranges.to_vec(), encodings.clone());
+        // Daemons that take each other for holders would wait for each other.
+        let request =
+            RangesRequest { ranges, verify, local_only: true, accept: Encodings::default() };
+        let read = move |connections: &ConnectionPool| {
+            read_from(connections, &blob, request.clone(), &encodings)
+        };
         let (mut read, location) = self.call_holder(name, read).await?;
         self.count_read(location.kind, read.moved_bytes());
         read.sender = location.endpoint.to_string();
@@ -539,9 +542,9 @@ impl RemoteBlobIndex {
         let permit = self.fetcher_permits.clone().acquire_owned().await;
         let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
         let (connections, blob) = (self.connections(endpoint), name.to_owned());
-        let encodings = encodings.clone();
-        let request = RemoteRequest { ranges, verify: false, local_only: false, encodings };
-        let read = move || read_from(&connections, &blob, &request);
+        let (encodings, accept) = (encodings.clone(), Encodings::default());
+        let request = RangesRequest { ranges, verify: false, local_only: false, accept };
+        let read = move || read_from(&connections, &blob, request, &encodings);
         let read = RemoteRead { sender: endpoint.to_string(), ..run_blocking(read).await? };
         self.inner().traffic.fetcher_bytes += read.moved_bytes();
         Ok(read)
@@ -628,45 +631,32 @@ impl RemoteBlobIndex {
     }
 }
 
-/// A read from another daemon.
-#[derive(Clone)]
-struct RemoteRequest {
-    ranges: Vec<Range>,
-    verify: bool,
-    /// Whether the daemon may not read from others: daemons that take each other for holders would wait for each other.
-    local_only: bool,
-    encodings: ReadEncodings,
-}
-
 /// Reads ranges of a blob from one daemon, and checks the length and, for `verify`, the checksum.
 fn read_from(
     connections: &ConnectionPool,
     blob: &str,
-    request: &RemoteRequest,
+    request: RangesRequest,
+    encodings: &ReadEncodings,
 ) -> Result<RemoteRead> {
-    let RemoteRequest { ranges, verify, local_only, encodings } = request;
+    let (ranges, verify) = (&request.ranges, request.verify);
     let bytes =
         ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.total_bytes(u64::MAX)?));
     let base = encodings.base.as_ref().and_then(|base| Some((base, base.read(ranges)?)));
     let name = base.as_ref().map(|(base, _)| base.name().to_owned());
     let accept = Encodings { base: name, planes: encodings.planes };
-    let request = RangesRequest {
-        ranges: ranges.clone(),
-        verify: *verify,
-        local_only: *local_only,
-        accept: accept.clone(),
-    };
+    let request = RangesRequest { accept: accept.clone(), ..request };
     let (received, reply) = connections.fetch_ranges(blob, request)?;
     let (data, encoded) = if reply.is_encoded {
         let mut data = vec![0; to_usize(bytes.unwrap_or_default())];
-        encoding::decode(&received, base.as_ref().map(|(_, base)| &base[..]), &mut data)?;
-        (data.into(), Some((received, accept)))
+        let base = base.as_ref().map(|(_, base)| &base[..]);
+        let forms = encoding::decode(&received, base, &mut data)?;
+        (data.into(), Some((received, forms.narrow(&accept))))
     } else {
         (received, None)
     };
     let checksum = ReadChecksum { crc32: reply.crc32 };
     let is_whole = u64::try_from(data.len()).ok() == bytes;
-    if is_whole && (!*verify || checksum.crc32 == Some(tssd_format::checksum(&data))) {
+    if is_whole && (!verify || checksum.crc32 == Some(tssd_format::checksum(&data))) {
         return Ok(RemoteRead { data, checksum, encoded, sender: String::new() });
     }
     let text = format_args!("bytes of `{blob}` came damaged; get them again");

@@ -525,7 +525,7 @@ impl Replicas {
     pub(crate) async fn evict_one(&self, must: bool, control_plane: &dyn ControlPlane) -> bool {
         // No eviction while the replicas are recorded in a ledger.
         let _guard = self.eviction_lock.lock().await;
-        if self.pool.free_retained(None)
+        if self.pool.free_one_retained()
             || self.evict_base()
             || self.inner().replaced.pop_first().is_some()
         {
@@ -683,7 +683,7 @@ impl Replicas {
             let Some(key) = prefix.strip_suffix('/').and_then(Key::from_path) else { continue };
             // Without an answer, there may be versions.
             if control_plane.versions(&key).await.is_ok_and(|versions| versions.is_empty()) {
-                self.pool.free_retained(Some(prefix));
+                self.pool.free_retained(prefix);
                 self.inner().replaced.retain(|name, _| blob_key(name).as_ref() != Some(&key));
             }
         }
@@ -710,7 +710,7 @@ impl Replicas {
     fn free_base(&self, base: Arc<dyn DeltaBase>) {
         let name = base.name().to_owned();
         drop(base);
-        self.pool.free_retained(Some(&name));
+        self.pool.free_retained(&name);
         self.inner().replaced.remove(&name);
     }
 

@@ -5,12 +5,13 @@ use std::ops;
 
 use bytes::Bytes;
 use tssd_format::{
-    Archive, DeltaDecoder, DeltaEncoder, DeltaOptions, ElementWidth, PlanesDecoder, PlanesEncoder,
+    Archive, ChunkCodec, ChunkDecoder, DeltaEncoder, DeltaOptions, ElementWidth, PlanesEncoder,
+    StorageCodec,
 };
 
 use crate::convert::{to_u64, to_usize};
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::wire::Range;
+use crate::net::wire::{Encodings, Range};
 
 /// Maximum number of raw bytes of a part.
 const MAX_PART_BYTES: usize = 8 << 20;
@@ -24,11 +25,11 @@ const MAX_RUNS: u64 = 4096;
 /// Length in bytes of the entry of a part in the table.
 const ENTRY_BYTES: usize = 12;
 
-/// Bytes are encoded if that saves at least one in this many.
-const MIN_SAVING: usize = 16;
+/// Bytes are encoded if that saves at least 1/`SAVING_DIVISOR` of them.
+const SAVING_DIVISOR: usize = 16;
 
-/// A difference is tried against byte planes if it is longer than one in this many bytes.
-const MAX_SPARSE: usize = 2;
+/// A difference is not tried against byte planes if it has at most 1/`SPARSE_DIVISOR` of the bytes.
+const SPARSE_DIVISOR: usize = 2;
 
 /// Where the elements of an archive are, and their widths. Everything else counts as bytes.
 #[derive(Debug, PartialEq, Eq)]
@@ -49,6 +50,28 @@ pub(crate) struct Accepted<'a> {
     pub(crate) planes: bool,
 }
 
+/// The forms of the parts of encoded bytes that need something of the receiver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Forms {
+    /// Whether a part is a difference from a base.
+    pub(crate) differences: bool,
+    /// Whether a part is in byte planes.
+    pub(crate) planes: bool,
+}
+
+impl Forms {
+    fn add(&mut self, form: Form) {
+        self.differences |= form == Form::Difference;
+        self.planes |= form == Form::Planes;
+    }
+
+    /// Returns what a receiver must accept of what it does accept, to decode the bytes.
+    pub(crate) fn narrow(self, accept: &Encodings) -> Encodings {
+        let base = accept.base.clone().filter(|_| self.differences);
+        Encodings { base, planes: self.planes }
+    }
+}
+
 /// How a part is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
@@ -63,6 +86,52 @@ struct Entry {
     stored_len: usize,
     form: Form,
     width: ElementWidth,
+}
+
+impl Entry {
+    fn write(&self, table: &mut Vec<u8>) {
+        let form = match self.form {
+            Form::Raw => 0,
+            Form::Planes => 1,
+            Form::Difference => 2,
+        };
+        table.extend(to_word(self.raw_len));
+        table.extend(to_word(self.stored_len));
+        table.extend([form, self.width.to_u8(), 0, 0]);
+    }
+
+    fn parse(entry: &[u8; ENTRY_BYTES]) -> Option<Self> {
+        let word = |at: usize| {
+            let bytes = [entry[at], entry[at + 1], entry[at + 2], entry[at + 3]];
+            to_usize(u64::from(u32::from_le_bytes(bytes)))
+        };
+        let form = match entry[8] {
+            0 => Form::Raw,
+            1 => Form::Planes,
+            2 => Form::Difference,
+            _ => return None,
+        };
+        let max = if form == Form::Planes { MAX_PLANES_BYTES } else { MAX_PART_BYTES };
+        let (raw_len, stored_len) = (word(0), word(4));
+        // A raw part has its own length. No other part is empty.
+        let has_bytes = if form == Form::Raw { stored_len == raw_len } else { stored_len > 0 };
+        let is_valid = (1..=max).contains(&raw_len) && has_bytes && entry[10..] == [0; 2];
+        let width = ElementWidth::from_bytes(entry[9]).filter(|_| is_valid)?;
+        Some(Self { raw_len, stored_len, form, width })
+    }
+
+    fn codec(&self) -> StorageCodec {
+        let codec = match self.form {
+            Form::Raw => ChunkCodec::Raw,
+            Form::Planes => ChunkCodec::Planes,
+            Form::Difference => ChunkCodec::Delta,
+        };
+        StorageCodec { codec, width: self.width.to_u8() }
+    }
+}
+
+fn to_word(len: usize) -> [u8; 4] {
+    u32::try_from(len).expect("a reply is shorter").to_le_bytes()
 }
 
 impl ElementLayout {
@@ -161,7 +230,7 @@ fn push_width(widths: &mut Vec<(usize, ElementWidth)>, bytes: u64, width: Elemen
     }
 }
 
-/// Encodes the bytes of ranges. Returns `None` if that saves too little.
+/// Encodes the bytes of ranges. Returns the encoded bytes and their forms, or `None` if that saves too little.
 ///
 /// # Errors
 ///
@@ -171,7 +240,7 @@ pub(crate) fn encode(
     ranges: &[Range],
     raw: &[u8],
     accepted: Accepted<'_>,
-) -> Result<Option<Bytes>> {
+) -> Result<Option<(Bytes, Forms)>> {
     if accepted.base.is_some_and(|base| base.len() != raw.len()) {
         return Err(Error::new(ErrorKind::Invalid, "the base has another length"));
     }
@@ -186,8 +255,8 @@ pub(crate) fn encode(
             at = part.end;
         }
     }
-    let encoded = encoder.finish();
-    Ok((encoded.len() <= raw.len() - raw.len() / MIN_SAVING).then(|| encoded.into()))
+    let (encoded, forms) = encoder.finish();
+    Ok(saves_enough(raw.len(), encoded.len()).then(|| (encoded.into(), forms)))
 }
 
 struct Encoder {
@@ -214,7 +283,7 @@ impl Encoder {
             let versions = [base, raw];
             self.delta.encode(versions, width, &options, &mut self.stored).map_err(failed)?;
             let stored_len = self.stored.len() - start;
-            let is_sparse = stored_len <= raw.len() / MAX_SPARSE;
+            let is_sparse = stored_len <= raw.len() / SPARSE_DIVISOR;
             if is_sparse || (self.planes.is_none() && saves_enough(raw.len(), stored_len)) {
                 self.add(raw.len(), stored_len, Form::Difference, width);
                 return Ok(());
@@ -222,10 +291,7 @@ impl Encoder {
             self.stored.truncate(start);
         }
         for chunk in raw.chunks(MAX_PLANES_BYTES) {
-            let planes = self.planes.as_mut().map(|planes| {
-                let bytes = u8::try_from(width.bytes()).expect("elements have at most 4 bytes");
-                planes.encode(chunk, bytes)
-            });
+            let planes = self.planes.as_mut().map(|planes| planes.encode(chunk, width.to_u8()));
             if let Some(planes) = planes.transpose().map_err(failed)?.flatten() {
                 self.stored.extend_from_slice(&planes);
                 self.add(chunk.len(), planes.len(), Form::Planes, width);
@@ -241,126 +307,54 @@ impl Encoder {
         self.entries.push(Entry { raw_len, stored_len, form, width });
     }
 
-    fn finish(self) -> Vec<u8> {
-        let table = 4 + self.entries.len() * ENTRY_BYTES;
-        let mut encoded = Vec::with_capacity(table + self.stored.len());
-        let word = |len: usize| u32::try_from(len).expect("a reply is shorter").to_le_bytes();
-        encoded.extend(word(self.entries.len()));
-        for Entry { raw_len, stored_len, form, width } in self.entries {
-            let form = match form {
-                Form::Raw => 0,
-                Form::Planes => 1,
-                Form::Difference => 2,
-            };
-            let width = u8::try_from(width.bytes()).expect("elements have at most 4 bytes");
-            encoded.extend(word(raw_len));
-            encoded.extend(word(stored_len));
-            encoded.extend([form, width, 0, 0]);
+    fn finish(self) -> (Vec<u8>, Forms) {
+        let table_len = 4 + self.entries.len() * ENTRY_BYTES;
+        let mut encoded = Vec::with_capacity(table_len + self.stored.len());
+        let mut forms = Forms::default();
+        encoded.extend(to_word(self.entries.len()));
+        for entry in self.entries {
+            entry.write(&mut encoded);
+            forms.add(entry.form);
         }
         encoded.extend(self.stored);
-        encoded
+        (encoded, forms)
     }
 }
 
 fn saves_enough(raw_len: usize, stored_len: usize) -> bool {
-    stored_len <= raw_len - raw_len / MIN_SAVING
+    stored_len <= raw_len - raw_len / SAVING_DIVISOR
 }
 
-/// Decodes bytes into `target`, which has their length.
+/// Decodes bytes into `target`, which has their length. Returns their forms.
 ///
 /// `base` is what the receiver has at the same ranges. After an error, the bytes of `target` are unspecified.
 ///
 /// # Errors
 ///
 /// `Corrupt` if the encoding is invalid, or if the base is another one.
-pub(crate) fn decode(encoded: &[u8], base: Option<&[u8]>, target: &mut [u8]) -> Result<()> {
+pub(crate) fn decode(encoded: &[u8], base: Option<&[u8]>, target: &mut [u8]) -> Result<Forms> {
     let invalid = || Error::new(ErrorKind::Corrupt, "encoded bytes are invalid");
+    let corrupt = |error: tssd_format::Error| Error::new(ErrorKind::Corrupt, error);
     let (count, rest) = encoded.split_first_chunk().ok_or_else(invalid)?;
     let count = to_usize(u64::from(u32::from_le_bytes(*count)));
     let table_len = count.checked_mul(ENTRY_BYTES).ok_or_else(invalid)?;
     let (table, mut stored) = rest.split_at_checked(table_len).ok_or_else(invalid)?;
-    let mut decoder = Decoder::default();
-    let mut at = 0_usize;
+    let mut decoder = ChunkDecoder::new().map_err(corrupt)?;
+    let (mut at, mut forms) = (0_usize, Forms::default());
     for entry in table.as_chunks::<ENTRY_BYTES>().0 {
-        let Entry { raw_len, stored_len, form, width } = parse(entry).ok_or_else(invalid)?;
-        let (bytes, rest) = stored.split_at_checked(stored_len).ok_or_else(invalid)?;
-        let raw = at..at.checked_add(raw_len).ok_or_else(invalid)?;
+        let entry = Entry::parse(entry).ok_or_else(invalid)?;
+        let (bytes, rest) = stored.split_at_checked(entry.stored_len).ok_or_else(invalid)?;
+        let raw = at..at.checked_add(entry.raw_len).ok_or_else(invalid)?;
         let part = target.get_mut(raw.clone()).ok_or_else(invalid)?;
         let base = base.and_then(|base| base.get(raw.clone()));
-        decoder.decode(form, bytes, width, base, part)?;
+        if entry.form == Form::Difference && base.is_none() {
+            return Err(Error::new(ErrorKind::Corrupt, "a difference has no base"));
+        }
+        decoder.decode(entry.codec(), bytes, base, part).map_err(corrupt)?;
+        forms.add(entry.form);
         (stored, at) = (rest, raw.end);
     }
-    if at == target.len() && stored.is_empty() { Ok(()) } else { Err(invalid()) }
-}
-
-/// Returns whether encoded bytes, which have been decoded, have parts that are differences, and parts in byte planes.
-pub(crate) fn has_differences_and_planes(encoded: &[u8]) -> [bool; 2] {
-    let Some((count, rest)) = encoded.split_first_chunk() else { return [false; 2] };
-    let count = to_usize(u64::from(u32::from_le_bytes(*count)));
-    let entries = rest.as_chunks::<ENTRY_BYTES>().0.iter().take(count).filter_map(parse);
-    [Form::Difference, Form::Planes].map(|form| entries.clone().any(|entry| entry.form == form))
-}
-
-fn parse(entry: &[u8; ENTRY_BYTES]) -> Option<Entry> {
-    let word = |at: usize| {
-        let bytes = [entry[at], entry[at + 1], entry[at + 2], entry[at + 3]];
-        to_usize(u64::from(u32::from_le_bytes(bytes)))
-    };
-    let form = match entry[8] {
-        0 => Form::Raw,
-        1 => Form::Planes,
-        2 => Form::Difference,
-        _ => return None,
-    };
-    let max = if form == Form::Planes { MAX_PLANES_BYTES } else { MAX_PART_BYTES };
-    let (raw_len, stored_len) = (word(0), word(4));
-    let is_valid = (1..=max).contains(&raw_len) && entry[10..] == [0; 2];
-    let width = ElementWidth::from_bytes(entry[9]).filter(|_| is_valid)?;
-    Some(Entry { raw_len, stored_len, form, width })
-}
-
-#[derive(Default)]
-struct Decoder {
-    delta: Option<DeltaDecoder>,
-    planes: Option<PlanesDecoder>,
-}
-
-impl Decoder {
-    fn decode(
-        &mut self,
-        form: Form,
-        stored: &[u8],
-        width: ElementWidth,
-        base: Option<&[u8]>,
-        target: &mut [u8],
-    ) -> Result<()> {
-        let corrupt = |error: tssd_format::Error| Error::new(ErrorKind::Corrupt, error);
-        match form {
-            Form::Raw if stored.len() == target.len() => {
-                target.copy_from_slice(stored);
-                Ok(())
-            }
-            Form::Raw => Err(Error::new(ErrorKind::Corrupt, "raw bytes of another length")),
-            Form::Planes => {
-                let bytes = u8::try_from(width.bytes()).expect("elements have at most 4 bytes");
-                let planes = match &mut self.planes {
-                    Some(planes) => planes,
-                    none => none.insert(PlanesDecoder::new().map_err(corrupt)?),
-                };
-                planes.decode(stored, bytes, target).map_err(corrupt)
-            }
-            Form::Difference => {
-                let base = base.ok_or_else(|| {
-                    Error::new(ErrorKind::Corrupt, "a difference came that has no base")
-                })?;
-                let delta = match &mut self.delta {
-                    Some(delta) => delta,
-                    none => none.insert(DeltaDecoder::new().map_err(corrupt)?),
-                };
-                delta.apply_to(stored, width, base, target).map_err(corrupt)
-            }
-        }
-    }
+    if at == target.len() && stored.is_empty() { Ok(forms) } else { Err(invalid()) }
 }
 
 #[cfg(test)]
@@ -416,9 +410,9 @@ mod tests {
             prop_assert_eq!(total, raw.len());
             let base = has_base.then_some(&base[..]);
             let encoded = encode(&layout(), &ranges, &raw, Accepted { base, planes }).unwrap();
-            if let Some(encoded) = encoded {
+            if let Some((encoded, forms)) = encoded {
                 let mut target = vec![0; raw.len()];
-                decode(&encoded, base, &mut target).unwrap();
+                prop_assert_eq!(decode(&encoded, base, &mut target).unwrap(), forms);
                 prop_assert_eq!(target, raw);
             }
         }
@@ -435,7 +429,8 @@ mod tests {
             base[17] ^= 1;
             let ranges = [Range::contiguous(1200, 4000)];
             let accepted = Accepted { base: Some(&base), planes: false };
-            let encoded = encode(&layout(), &ranges, &raw, accepted).unwrap().unwrap().to_vec();
+            let (encoded, _) = encode(&layout(), &ranges, &raw, accepted).unwrap().unwrap();
+            let encoded = encoded.to_vec();
             let mut damaged = encoded.clone();
             let at = at.index(damaged.len());
             damaged[at] ^= byte;
@@ -474,9 +469,9 @@ mod tests {
         let ranges = [Range::contiguous(192, 1000)];
         let layout = layout();
         let accepted = Accepted { base: Some(&base), planes: true };
-        let encoded = encode(&layout, &ranges, &raw, accepted).unwrap().unwrap();
+        let (encoded, forms) = encode(&layout, &ranges, &raw, accepted).unwrap().unwrap();
         assert!(encoded.len() < 100, "{}", encoded.len());
-        assert_eq!(has_differences_and_planes(&encoded), [true, false]);
+        assert_eq!(forms, Forms { differences: true, planes: false });
         let accepted = Accepted { base: None, planes: true };
         assert!(encode(&layout, &ranges, &raw, accepted).unwrap().is_none());
         let wrong = Accepted { base: Some(&base[..999]), planes: true };
@@ -491,7 +486,7 @@ mod tests {
         base[17] ^= 1;
         let ranges = [Range::contiguous(1200, 4000)];
         let accepted = Accepted { base: Some(&base), planes: false };
-        let encoded = encode(&layout(), &ranges, &raw, accepted).unwrap().unwrap();
+        let (encoded, _) = encode(&layout(), &ranges, &raw, accepted).unwrap().unwrap();
         let mut target = vec![0; raw.len()];
         base[3000] ^= 4;
         let error = decode(&encoded, Some(&base), &mut target).unwrap_err();

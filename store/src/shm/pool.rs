@@ -446,14 +446,15 @@ impl Pool {
         self.freed.notify_waiters();
     }
 
-    /// Frees the retained blobs with a prefix that are not held, or some of any prefix. Returns whether there was one.
-    pub(crate) fn free_retained(&self, prefix: Option<&str>) -> bool {
-        let mut inner = self.inner();
-        let has_freed = match prefix {
-            Some(prefix) => inner.free_retained(prefix, |_| true),
-            None => inner.free_one_retained(),
-        };
-        drop(inner);
+    /// Frees the retained blobs with a prefix that are not held.
+    pub(crate) fn free_retained(&self, prefix: &str) {
+        self.inner().free_retained(prefix, |_| true);
+        self.freed.notify_waiters();
+    }
+
+    /// Frees a retained blob that is not held. Returns whether there was one.
+    pub(crate) fn free_one_retained(&self) -> bool {
+        let has_freed = self.inner().free_one_retained();
         self.freed.notify_waiters();
         has_freed
     }
@@ -752,16 +753,17 @@ mod tests {
         pool.hold(&["k/1/a".to_owned()]);
         pool.delete("k/2/a");
         assert_eq!(names().collect::<Vec<_>>(), ["k/1/a", "k/2/a"]);
-        assert!(pool.free_retained(None) && !pool.free_retained(None));
+        assert!(pool.free_one_retained() && !pool.free_one_retained());
         pool.release(&["k/1/a".to_owned()]);
-        assert!(pool.free_retained(Some("k/")));
+        pool.free_retained("k/");
         assert_eq!((names().count(), pool.status().retained_bytes), (0, 0));
         // A blob that was restored is retained once.
         for _ in 0..2 {
             publish("k/2/a").unwrap();
             pool.delete("k/2/a");
         }
-        assert!(pool.free_retained(Some("k/")));
+        assert_eq!(names().collect::<Vec<_>>(), ["k/2/a"]);
+        pool.free_retained("k/");
         let memory = pool.status();
         assert_eq!(memory.free_bytes, memory.used_bytes, "{memory:?}");
         // After its time, nothing is retained.

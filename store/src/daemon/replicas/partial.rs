@@ -27,7 +27,6 @@ use crate::daemon::replicas::progress::FetchProgress;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::run_blocking;
 use crate::io::sync::{Lock, MutexGuard, boxed};
-use crate::net::encoding;
 use crate::net::tls::Endpoint;
 use crate::net::wire::{Encodings, MAX_READ_BYTES, Range, ReadChecksum};
 use crate::shm::BlobWriter;
@@ -352,10 +351,7 @@ impl PartialReplica {
                 Err(error) => return Err(error),
                 Ok(read) => {
                     self.progress.add(&read.sender, read.moved_bytes(), Instant::now());
-                    let encoded = read.encoded.as_ref();
-                    let encoded =
-                        encoded.filter(|(bytes, _)| encoding::has_differences_and_planes(bytes)[0]);
-                    let base = encoded.and_then(|(_, accept)| accept.base.as_ref());
+                    let base = read.encoded.as_ref().and_then(|(_, used)| used.base.as_ref());
                     let version = base.and_then(|base| Some(ArchiveName::parse(base)?.position.1));
                     self.progress.set_base(version);
                     return Ok(read);

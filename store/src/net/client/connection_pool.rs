@@ -52,6 +52,7 @@ const LOOP_JSON_BYTES: usize = 44;
 const RESPONSE_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// A read of ranges of a blob.
+#[derive(Clone)]
 pub(crate) struct RangesRequest {
     pub(crate) ranges: Vec<Range>,
     /// Whether the daemon verifies the chunks, and returns the checksum of the bytes.

@@ -39,6 +39,6 @@ mod tests;
 mod values;
 
 pub use self::classes::DeltaClasses;
-pub use self::decode::{ChangeCount, DeltaDecoder};
+pub use self::decode::{Change, ChangeCount, DeltaDecoder};
 pub use self::encode::{DeltaEncoder, DeltaOptions, EncodedDelta};
 pub use self::fold::DeltaFolder;

@@ -128,7 +128,8 @@ pub use compress::{CompressJob, CompressedChunks};
 pub use content_digest::STORE_ATTR_PREFIX;
 pub use copy::{copy, copy_and_checksum, copy_chunks, copy_runs};
 pub use delta::{
-    ChangeCount, DeltaClasses, DeltaDecoder, DeltaEncoder, DeltaFolder, DeltaOptions, EncodedDelta,
+    Change, ChangeCount, DeltaClasses, DeltaDecoder, DeltaEncoder, DeltaFolder, DeltaOptions,
+    EncodedDelta,
 };
 pub use delta_draft::{DeltaChunks, DeltaDraft, DeltaJob};
 pub use digest::Digest;

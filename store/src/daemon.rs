@@ -6,6 +6,7 @@ mod connected_runs;
 mod control_plane;
 mod counters;
 mod delta_base;
+mod delta_history;
 mod fetchers;
 mod host_defaults;
 mod http;

@@ -413,6 +413,14 @@ impl FetchPlan {
         self.assign();
     }
 
+    /// Makes fetchers sources again that have failed.
+    pub(crate) fn readmit(&mut self, fetchers: &BTreeSet<FetcherId>) {
+        if !fetchers.is_empty() {
+            self.avoided.retain(|fetcher, _| !fetchers.contains(fetcher));
+            self.assign();
+        }
+    }
+
     fn end(&mut self, request: PieceRequest) -> Option<Duration> {
         let since = self.in_flight.remove(&request)?;
         if let Some(load) = self.load.get_mut(&request.source) {

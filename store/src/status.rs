@@ -118,6 +118,9 @@ pub struct MemoryStatus {
     /// Bytes of `used_bytes` in deleted archives from which deltas are made. They are evicted first.
     #[serde(default)]
     pub retained_bytes: u64,
+    /// Bytes of the differences between earlier versions. They are not part of `used_bytes`.
+    #[serde(default)]
+    pub delta_bytes: u64,
     /// Bytes of segments in GPU memory. They are not part of `used_bytes`.
     pub device_bytes: u64,
     /// Number of segments.

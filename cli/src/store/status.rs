@@ -51,8 +51,10 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
         format_seconds(status.cpu_time),
         Size(moved),
     ))?;
-    if memory.retained_bytes > 0 {
-        print(format!("retained for deltas: {}\n", Size(memory.retained_bytes)))?;
+    let (archives, deltas) = (memory.retained_bytes, memory.delta_bytes);
+    if archives + deltas > 0 {
+        let sizes = format!("archives {}, deltas {}", Size(archives), Size(deltas));
+        print(format!("retained for deltas: {sizes}\n"))?;
     }
     if memory.device_bytes > 0 {
         print(format!("memory of GPUs: {}\n", Size(memory.device_bytes)))?;

@@ -12,7 +12,7 @@ use super::resolve::{ClassDecoder, ReadPositions, ResolveRanks, check_bitmap_len
 use super::values::{WideReader, count_exceptions, count_wide};
 use crate::checksum::checksum;
 use crate::convert::to_u64;
-use crate::element::{ElementWidth, with_width};
+use crate::element::{ElementWidth, load, with_width};
 use crate::error::{Error, ErrorKind, Result};
 use crate::isa::{Instructions, Isa, Kernel};
 
@@ -42,6 +42,25 @@ pub struct ChangeCount {
     pub listed: u64,
     /// Elements of dense blocks, which the chunk has whole, whether they change or not.
     pub dense: u64,
+}
+
+/// Elements that a delta chunk of one class changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change<'a> {
+    /// One element, at a position in elements. The sum of its pattern and `difference` is the pattern of the result.
+    Listed {
+        /// Number of elements of the chunk before this one.
+        position: usize,
+        /// Difference of the patterns, modulo 2^(8 * width).
+        difference: u32,
+    },
+    /// The elements of a dense block.
+    Dense {
+        /// Number of elements of the chunk before the block.
+        position: usize,
+        /// Bytes of the result.
+        bytes: &'a [u8],
+    },
 }
 
 impl AddAssign for ChangeCount {
@@ -139,6 +158,69 @@ impl DeltaDecoder {
         let listed: usize = decoded.listed.iter().flatten().sum();
         let dense = decoded.header.dense_len() / width.bytes();
         Ok(ChangeCount { listed: to_u64(listed), dense: to_u64(dense) })
+    }
+
+    /// Visits the changes of a chunk of one class in ascending order, without its base.
+    ///
+    /// `len` is the number of bytes of the chunk in the base.
+    ///
+    /// ```
+    /// # #[cfg(feature = "zstd")] {
+    /// use tssd_format::{Change, DeltaDecoder, DeltaEncoder, DeltaOptions, ElementWidth};
+    ///
+    /// let (width, options) = (ElementWidth::Two, DeltaOptions::default());
+    /// let mut chunk = Vec::new();
+    /// DeltaEncoder::new()?.encode([&[0, 1, 2, 3], &[0, 1, 5, 3]], width, &options, &mut chunk)?;
+    ///
+    /// DeltaDecoder::new()?.for_each_change(&chunk, width, 4, |change| {
+    ///     assert_eq!(change, Change::Listed { position: 1, difference: 3 });
+    /// })?;
+    /// # }
+    /// # Ok::<(), tssd_format::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// `NotFoldable` if the chunk has more than one class; else as [`DeltaDecoder::count`].
+    pub fn for_each_change(
+        &mut self,
+        chunk: &[u8],
+        width: ElementWidth,
+        len: usize,
+        visit: impl FnMut(Change<'_>),
+    ) -> Result<()> {
+        let elements = chunk_elements(len, width)?;
+        with_width!(width, W => self.visit_changes::<W>(chunk, width, elements, visit))
+    }
+
+    fn visit_changes<const W: usize>(
+        &mut self,
+        chunk: &[u8],
+        width: ElementWidth,
+        elements: usize,
+        mut visit: impl FnMut(Change<'_>),
+    ) -> Result<()> {
+        let decoded = self.decode::<W>(chunk, width, elements)?;
+        if decoded.header.classes > 1 {
+            let detail = format_args!("a chunk of {} classes", decoded.header.classes);
+            return Err(Error::new(ErrorKind::NotFoldable).with_detail(detail));
+        }
+        self.resolve_one_class(&decoded);
+        for (number, block) in self.blocks::<W>(&decoded).enumerate() {
+            let start = number * BLOCK_ELEMENTS;
+            match block {
+                BlockChanges::Dense(block) => {
+                    visit(Change::Dense { position: start, bytes: block.as_flattened() });
+                }
+                BlockChanges::Sparse { positions, differences } => {
+                    for (position, difference) in positions.iter().zip(differences) {
+                        let position = start + usize::from(*position);
+                        visit(Change::Listed { position, difference: load(difference) });
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     fn change<'a, const W: usize>(

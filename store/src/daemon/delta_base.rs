@@ -41,6 +41,11 @@ impl HeldArchive {
         let archive = Self { name: name.to_owned(), blob, pool: pool.clone() };
         archive.blob.is_some().then_some(archive)
     }
+
+    /// Returns all bytes of the archive.
+    pub(crate) fn bytes(&self) -> Option<&[u8]> {
+        self.blob.as_ref()?.bytes().map(|bytes| &bytes[..])
+    }
 }
 
 impl DeltaBase for HeldArchive {
@@ -70,16 +75,34 @@ pub(crate) fn newest_earlier(
     len: u64,
     archives: impl IntoIterator<Item = (String, u64)>,
 ) -> Option<String> {
-    let archive = ArchiveName::parse(name)?;
-    let alike = archives.into_iter().filter(|(_, other_len)| *other_len == len);
-    let earlier = alike.filter_map(|(other, _)| {
-        let parsed = ArchiveName::parse(&other)?;
-        let is_earlier = parsed.prefix() == archive.prefix()
-            && parsed.role() == archive.role()
-            && parsed.position < archive.position;
-        is_earlier.then_some((parsed.position, other.clone()))
-    });
+    let position = ArchiveName::parse(name)?.position;
+    let earlier = alike(name, len, archives).filter(|(other, _)| *other < position);
     Some(earlier.max()?.1)
+}
+
+/// As [`newest_earlier`], but returns the oldest later archive.
+pub(crate) fn oldest_later(
+    name: &str,
+    len: u64,
+    archives: impl IntoIterator<Item = (String, u64)>,
+) -> Option<String> {
+    let position = ArchiveName::parse(name)?.position;
+    let later = alike(name, len, archives).filter(|(other, _)| *other > position);
+    Some(later.min()?.1)
+}
+
+/// Returns the archives of the writer and the key of `name` that have a length, with their positions.
+fn alike(
+    name: &str,
+    len: u64,
+    archives: impl IntoIterator<Item = (String, u64)>,
+) -> impl Iterator<Item = ((u32, u64), String)> {
+    let archives = archives.into_iter().filter(move |(_, other_len)| *other_len == len);
+    archives.filter_map(move |(other, _)| {
+        let (archive, parsed) = (ArchiveName::parse(name)?, ArchiveName::parse(&other)?);
+        let is_alike = parsed.prefix() == archive.prefix() && parsed.role() == archive.role();
+        is_alike.then_some((parsed.position, other.clone()))
+    })
 }
 
 /// Has the archives of the version retained that is deleted last of a key, if `name` is an archive of that key.

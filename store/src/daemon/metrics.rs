@@ -194,6 +194,11 @@ impl Page {
             "Bytes of deleted archives that are retained to make deltas.",
             memory.retained_bytes,
         );
+        self.gauge(
+            "memory_delta_bytes",
+            "Bytes of the differences between earlier versions.",
+            memory.delta_bytes,
+        );
         self.gauge("segments", "Number of segments.", memory.segments);
         self.counter(
             "segment_created_bytes_total",

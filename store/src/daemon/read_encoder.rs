@@ -10,6 +10,7 @@ use tssd_format::Archive;
 
 use crate::control::layout::ArchiveName;
 use crate::daemon::delta_base::{DeltaBase, HeldArchive, retain_versions};
+use crate::daemon::delta_history::DeltaHistory;
 use crate::error::{Error, Result};
 use crate::io::sync::Lock;
 use crate::net::encoding::{self, Accepted, ElementLayout};
@@ -33,6 +34,8 @@ pub(crate) struct EncodedRead {
 /// Encoder of the replies to reads. It encodes the same bytes once.
 pub(crate) struct ReadEncoder {
     pool: Arc<Pool>,
+    /// Differences from versions that are no longer stored.
+    history: DeltaHistory,
     layouts: Lock<BTreeMap<String, Arc<ElementLayout>>>,
     encoded: Lock<EncodedParts>,
 }
@@ -58,9 +61,9 @@ impl EncodedParts {
     /// Returns bytes for a read: differences if there are some.
     fn get(&mut self, read: &EncodedRead) -> Option<Bytes> {
         self.last_used = Some(Instant::now());
-        let Encodings { base, planes } = &read.accept;
+        let Encodings { base, planes, .. } = &read.accept;
         let with = |base: &Option<String>, planes| {
-            let accept = Encodings { base: base.clone(), planes };
+            let accept = Encodings { base: base.clone(), planes, base_only: false };
             self.parts.get(&EncodedRead { accept, ..read.clone() }).cloned()
         };
         with(base, false).or_else(|| with(base, *planes))
@@ -84,7 +87,28 @@ impl EncodedParts {
 
 impl ReadEncoder {
     pub(crate) fn new(pool: Arc<Pool>) -> Self {
-        Self { pool, layouts: Lock::default(), encoded: Lock::default() }
+        let history = DeltaHistory::new(pool.clone());
+        Self { pool, history, layouts: Lock::default(), encoded: Lock::default() }
+    }
+
+    /// Returns the differences from versions that are no longer stored.
+    pub(crate) fn history(&self) -> &DeltaHistory {
+        &self.history
+    }
+
+    /// Derives the difference from an archive in memory to an earlier one, if other daemons request differences.
+    ///
+    /// # Errors
+    ///
+    /// `Io` without memory for the encoder; `Corrupt` if the archive is damaged.
+    pub(crate) fn derive(&self, later: &str, earlier: &str) -> Result<()> {
+        if !self.history.is_requested(later) {
+            return Ok(());
+        }
+        let open = |name| HeldArchive::open(&self.pool, name);
+        let (Some(newer), Some(older)) = (open(later), open(earlier)) else { return Ok(()) };
+        let Some(layout) = self.layout(later)? else { return Ok(()) };
+        self.history.derive(&layout, &newer, &older)
     }
 
     /// Remembers encoded bytes, to send them on. The read accepts what they need, and no more.
@@ -107,16 +131,20 @@ impl ReadEncoder {
     /// `Io` without memory for the encoder; `Corrupt` if the archive is damaged.
     pub(crate) fn encode(&self, read: &EncodedRead, raw: &Data) -> Result<Option<Bytes>> {
         let EncodedRead { blob, ranges, accept } = read;
-        self.retain_base(read);
         if let Some(encoded) = self.encoded.lock().get(read) {
             return Ok(Some(encoded));
         }
         let held_blob = HeldArchive::open(&self.pool, blob);
+        let base_name = accept.base.as_ref().filter(|base| is_same_key(blob, base));
         // Held until the bytes are encoded: its memory may be reused afterwards.
-        let held = accept.base.as_ref().and_then(|name| self.base_of(blob, name));
-        let base = held.as_ref().and_then(|base| base.read(ranges));
+        let held = base_name.and_then(|base| HeldArchive::open(&self.pool, base));
+        let raw = raw.clone().into_bytes();
+        let base = held.as_ref().and_then(|base| base.read(ranges)).or_else(|| {
+            let base = self.history.read(blob, base_name?, ranges, &raw)?;
+            Some(base.into())
+        });
         if base.is_none() {
-            let planes = Encodings { base: None, planes: accept.planes };
+            let planes = Encodings { base: None, ..accept.clone() };
             let read = EncodedRead { accept: planes, ..read.clone() };
             if let Some(encoded) = self.encoded.lock().get(&read).filter(|_| accept.planes) {
                 return Ok(Some(encoded));
@@ -126,7 +154,6 @@ impl ReadEncoder {
             }
         }
         let Some(layout) = self.layout(blob)? else { return Ok(None) };
-        let raw = raw.clone().into_bytes();
         let accepted = Accepted { base: base.as_deref(), planes: accept.planes };
         let encoded = encoding::encode(&layout, ranges, &raw, accepted)?;
         let Some((encoded, forms)) = encoded else { return Ok(None) };
@@ -138,17 +165,19 @@ impl ReadEncoder {
         Ok(Some(encoded))
     }
 
-    /// Has the next version retained that is deleted, if the base of a read is deleted already.
-    fn retain_base(&self, read: &EncodedRead) {
-        let Some(base) = &read.accept.base else { return };
-        if is_same_key(&read.blob, base) && self.pool.span(base).is_none() {
-            retain_versions(&self.pool, &read.blob, Retain::Superseded);
+    /// Returns whether an archive can be sent as a difference from one that another daemon has.
+    ///
+    /// If that one is deleted, the next version that is deleted is retained: the other daemon may request differences again.
+    pub(crate) fn has_base(&self, blob: &str, base: &str) -> bool {
+        if !is_same_key(blob, base) {
+            return false;
         }
-    }
-
-    /// Returns an archive of an earlier version of the same key.
-    fn base_of(&self, blob: &str, name: &str) -> Option<HeldArchive> {
-        if is_same_key(blob, name) { HeldArchive::open(&self.pool, name) } else { None }
+        self.history.record_request(blob);
+        if self.pool.span(base).is_some() {
+            return true;
+        }
+        retain_versions(&self.pool, blob, Retain::Superseded);
+        self.pool.is_retained(base) || self.history.leads_to(blob, base)
     }
 
     /// Returns the layout of an archive in memory. `None` if it is not complete.

@@ -110,6 +110,8 @@ pub(crate) struct RemoteRead {
     pub(crate) checksum: ReadChecksum,
     /// The bytes as they came, if they came encoded, and the encodings that they use.
     pub(crate) encoded: Option<(Bytes, Encodings)>,
+    /// Whether the sender lacks the base from which the bytes may be differences.
+    pub(crate) lacks_base: bool,
     /// The address of a daemon, or [`BUCKET`].
     pub(crate) sender: String,
 }
@@ -128,6 +130,8 @@ pub(crate) struct ReadEncodings {
     pub(crate) base: Option<Arc<dyn DeltaBase>>,
     /// Whether they may be in byte planes.
     pub(crate) planes: bool,
+    /// Whether daemons that lack the base are asked only if no other one has it.
+    pub(crate) base_only: bool,
 }
 
 /// Name of the bucket as a sender.
@@ -385,19 +389,50 @@ impl RemoteBlobIndex {
     ) -> Result<RemoteRead> {
         if let Some(bucket) = self.bucket(name) {
             let (data, checksum) = bucket.read(name, ranges, verify).await?;
-            return Ok(RemoteRead { data, checksum, encoded: None, sender: BUCKET.to_owned() });
+            let (encoded, sender) = (None, BUCKET.to_owned());
+            return Ok(RemoteRead { data, checksum, encoded, lacks_base: false, sender });
         }
         let (blob, ranges, encodings) = (name.to_owned(), ranges.to_vec(), encodings.clone());
         // Daemons that take each other for holders would wait for each other.
         let request =
             RangesRequest { ranges, verify, local_only: true, accept: Encodings::default() };
+        if encodings.base_only && self.has_several_replicas(name) {
+            let (request, encodings) = (request.clone(), encodings.clone());
+            if let Some(read) = self.read_with_base(name, request, encodings).await {
+                return Ok(read);
+            }
+        }
+        let encodings = ReadEncodings { base_only: false, ..encodings };
         let read = move |connections: &ConnectionPool| {
-            read_from(connections, &blob, request.clone(), &encodings)
+            let read = read_from(connections, &blob, request.clone(), &encodings)?;
+            read.ok_or_else(|| Error::new(ErrorKind::NotFound, "a daemon sent no data"))
         };
         let (mut read, location) = self.call_holder(name, read).await?;
         self.count_read(location.kind, read.moved_bytes());
         read.sender = location.endpoint.to_string();
         Ok(read)
+    }
+
+    /// Reads ranges of a blob from the first location that has the base. Returns `None` if none has it, or after errors.
+    async fn read_with_base(
+        &self,
+        name: &str,
+        request: RangesRequest,
+        encodings: ReadEncodings,
+    ) -> Option<RemoteRead> {
+        let locations = self.inner().blobs.get(name).map(|blob| blob.locations.clone());
+        for location in locations.unwrap_or_default() {
+            let (blob, request, encodings) = (name.to_owned(), request.clone(), encodings.clone());
+            let read = move |connections: &ConnectionPool| {
+                read_from(connections, &blob, request, &encodings)
+            };
+            if let Ok(Some(mut read)) = self.call_daemon(&location.endpoint, name, read).await {
+                self.count_read(location.kind, read.moved_bytes());
+                read.sender = location.endpoint.to_string();
+                return Some(read);
+            }
+        }
+        None
     }
 
     /// Returns the CRC-32 of ranges of a blob. The daemon that has them verifies their chunks first.
@@ -528,6 +563,8 @@ impl RemoteBlobIndex {
 
     /// Reads ranges of a blob from a daemon that fetches it too. The bytes are not verified.
     ///
+    /// Returns `None` if that daemon lacks the base, and `encodings` excludes such daemons.
+    ///
     /// # Errors
     ///
     /// The error of that daemon; `Corrupt` if it sent another number of bytes.
@@ -537,7 +574,7 @@ impl RemoteBlobIndex {
         name: &str,
         ranges: Vec<Range>,
         encodings: &ReadEncodings,
-    ) -> Result<RemoteRead> {
+    ) -> Result<Option<RemoteRead>> {
         // These reads wait for other daemons. Reads from holders must not wait for them: they have permits of their own.
         let permit = self.fetcher_permits.clone().acquire_owned().await;
         let _permit = permit.map_err(|error| Error::io(name, std::io::Error::other(error)))?;
@@ -545,9 +582,9 @@ impl RemoteBlobIndex {
         let (encodings, accept) = (encodings.clone(), Encodings::default());
         let request = RangesRequest { ranges, verify: false, local_only: false, accept };
         let read = move || read_from(&connections, &blob, request, &encodings);
-        let read = RemoteRead { sender: endpoint.to_string(), ..run_blocking(read).await? };
+        let Some(read) = run_blocking(read).await? else { return Ok(None) };
         self.inner().traffic.fetcher_bytes += read.moved_bytes();
-        Ok(read)
+        Ok(Some(RemoteRead { sender: endpoint.to_string(), ..read }))
     }
 
     /// Counts a fetcher that failed, or sent damaged bytes.
@@ -632,20 +669,26 @@ impl RemoteBlobIndex {
 }
 
 /// Reads ranges of a blob from one daemon, and checks the length and, for `verify`, the checksum.
+///
+/// Returns `None` if the daemon lacks the base, and `encodings` excludes such daemons.
 fn read_from(
     connections: &ConnectionPool,
     blob: &str,
     request: RangesRequest,
     encodings: &ReadEncodings,
-) -> Result<RemoteRead> {
+) -> Result<Option<RemoteRead>> {
     let (ranges, verify) = (&request.ranges, request.verify);
     let bytes =
         ranges.iter().try_fold(0_u64, |all, range| all.checked_add(range.total_bytes(u64::MAX)?));
     let base = encodings.base.as_ref().and_then(|base| Some((base, base.read(ranges)?)));
     let name = base.as_ref().map(|(base, _)| base.name().to_owned());
-    let accept = Encodings { base: name, planes: encodings.planes };
+    let base_only = encodings.base_only && name.is_some();
+    let accept = Encodings { base: name, planes: encodings.planes, base_only };
     let request = RangesRequest { accept: accept.clone(), ..request };
     let (received, reply) = connections.fetch_ranges(blob, request)?;
+    if reply.lacks_base && base_only {
+        return Ok(None);
+    }
     let (data, encoded) = if reply.is_encoded {
         let mut data = vec![0; to_usize(bytes.unwrap_or_default())];
         let base = base.as_ref().map(|(_, base)| &base[..]);
@@ -657,7 +700,8 @@ fn read_from(
     let checksum = ReadChecksum { crc32: reply.crc32 };
     let is_whole = u64::try_from(data.len()).ok() == bytes;
     if is_whole && (!verify || checksum.crc32 == Some(tssd_format::checksum(&data))) {
-        return Ok(RemoteRead { data, checksum, encoded, sender: String::new() });
+        let (lacks_base, sender) = (reply.lacks_base, String::new());
+        return Ok(Some(RemoteRead { data, checksum, encoded, lacks_base, sender }));
     }
     let text = format_args!("bytes of `{blob}` came damaged; get them again");
     Err(Error::new(ErrorKind::Corrupt, text))

@@ -3,6 +3,7 @@
 //! Each byte is read from the other daemon once. A replica stays until its version is deleted or the memory is
 //! needed.
 
+mod bases;
 mod partial;
 mod progress;
 
@@ -18,9 +19,9 @@ use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tssd_format::Archive;
 
-use crate::control::layout::{ArchiveName, folder_of, version_number};
+use crate::control::layout::{folder_of, version_number};
 use crate::daemon::control_plane::ControlPlane;
-use crate::daemon::delta_base::{DeltaBase, HeldArchive, newest_earlier, retain_versions};
+use crate::daemon::delta_base::{DeltaBase, retain_versions};
 use crate::daemon::read_encoder::ReadEncoder;
 use crate::daemon::remote_blobs::{BucketSource, ReadEncodings, RemoteBlobIndex};
 pub(crate) use crate::daemon::replicas::partial::MIN_SHARED_BYTES;
@@ -43,9 +44,6 @@ const MIN_CACHED_RUN: u64 = 256;
 
 /// Interval at which replicas of versions that are no longer visible are removed.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
-
-/// Time without a fetch after which a replica needs no base any more.
-const BASE_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time that a read waits for the list of visible versions.
 const VERSIONS_TIMEOUT: Duration = Duration::from_secs(1);
@@ -153,6 +151,11 @@ impl Replicas {
     /// Returns the encoder of the bytes that other daemons read. `None` if they go as they are.
     pub(crate) fn encoder(&self) -> Option<&Arc<ReadEncoder>> {
         Some(&self.encoder).filter(|_| self.deltas)
+    }
+
+    /// Returns the bytes of memory of the differences between earlier versions.
+    pub(crate) fn delta_bytes(&self) -> u64 {
+        self.encoder.history().bytes()
     }
 
     /// Returns the pool that contains the complete replicas.
@@ -344,26 +347,13 @@ impl Replicas {
             },
         };
         let base = if self.deltas { self.find_base(&inner, name, len) } else { None };
-        let encodings = ReadEncodings { base, planes: self.deltas };
+        let encodings = ReadEncodings { base, planes: self.deltas, base_only: false };
         let name = name.to_owned();
         let encoder = self.encoder.clone();
         let replica = PartialReplica::new(name.clone(), len, memory, encodings, encoder);
         let replica = Arc::new(replica);
         inner.partial.insert(name, replica);
         Ok(Ok(()))
-    }
-
-    /// Returns the newest archive that is like another one, of an earlier version, if there is one in memory.
-    fn find_base(&self, inner: &Inner, name: &str, len: u64) -> Option<Arc<dyn DeltaBase>> {
-        let partial = || inner.partial.values().chain(inner.replaced.values());
-        let prefix = ArchiveName::parse(name)?.prefix();
-        let complete = self.pool.names_with_retained(&prefix);
-        let all = partial().map(|it| (it.name.clone(), it.len())).chain(complete);
-        let base = newest_earlier(name, len, all)?;
-        if let Some(replica) = partial().find(|it| it.name == base) {
-            return Some(replica.clone());
-        }
-        Some(Arc::new(HeldArchive::open(&self.pool, &base)?))
     }
 
     /// Reads the missing bytes of a replica that [`Replicas::allocate`] has allocated, and verifies it.
@@ -674,52 +664,6 @@ impl Replicas {
         }
     }
 
-    /// Frees what is retained of keys that have no version any more, and incomplete replicas that are retained for too long.
-    async fn free_deleted_keys(&self, control_plane: &dyn ControlPlane) {
-        let prefixes = self.pool.retained_prefixes();
-        let is_retained = |name: &String| prefixes.iter().any(|prefix| name.starts_with(prefix));
-        self.inner().replaced.retain(|name, _| is_retained(name));
-        for prefix in &prefixes {
-            let Some(key) = prefix.strip_suffix('/').and_then(Key::from_path) else { continue };
-            // Without an answer, there may be versions.
-            if control_plane.versions(&key).await.is_ok_and(|versions| versions.is_empty()) {
-                self.pool.free_retained(prefix);
-                self.inner().replaced.retain(|name, _| blob_key(name).as_ref() != Some(&key));
-            }
-        }
-    }
-
-    /// Releases the bases of replicas for which nothing was fetched for a while.
-    fn release_idle_bases(&self) {
-        let now = Instant::now();
-        let is_idle = |progress: &FetchProgress| {
-            now.saturating_duration_since(progress.span(now).1) > BASE_IDLE_TIMEOUT
-        };
-        let mut inner = self.inner();
-        let partial = inner.partial.values().filter(|replica| is_idle(&replica.progress));
-        let mut bases: Vec<_> = partial.filter_map(|replica| replica.take_base()).collect();
-        let complete = inner.complete.values_mut().filter(|replica| is_idle(&replica.progress));
-        bases.extend(complete.filter_map(|replica| replica.base.take()));
-        drop(inner);
-        for base in bases {
-            self.free_base(base);
-        }
-    }
-
-    /// Frees the archive from which another one came as a difference. That one is the next base.
-    fn free_base(&self, base: Arc<dyn DeltaBase>) {
-        let name = base.name().to_owned();
-        drop(base);
-        self.pool.free_retained(&name);
-        self.inner().replaced.remove(&name);
-    }
-
-    /// Frees a base that is kept for other daemons only. Returns whether there was one.
-    fn evict_base(&self) -> bool {
-        let base = self.inner().complete.values_mut().find_map(|replica| replica.base.take());
-        base.map(|base| self.free_base(base)).is_some()
-    }
-
     /// Removes a replica. Its memory is freed when it has no reader.
     fn remove_replica(&self, name: &str) {
         let mut inner = self.inner();
@@ -728,13 +672,7 @@ impl Replicas {
         {
             replica.evict();
             if self.deltas {
-                drop(replica.take_base());
-                let key = blob_key(name);
-                let is_older = |other: &String| {
-                    blob_key(other) == key && version_folder(other) != version_folder(name)
-                };
-                inner.replaced.retain(|other, _| !is_older(other));
-                inner.replaced.insert(name.to_owned(), replica);
+                inner.keep_as_base(replica);
             }
         }
         let was_complete = inner.complete.remove(name).is_some();
@@ -762,25 +700,24 @@ impl Evictor for ReplicaEvictor<'_> {
     }
 }
 
-/// Removes replicas of versions that are no longer visible, at each interval.
+/// Removes replicas of versions that are no longer visible at each interval, and derives deltas when they can be.
 pub(crate) async fn maintain(replicas: Arc<Replicas>, control_plane: Arc<dyn ControlPlane>) {
+    let mut interval = tokio::time::interval(MAINTENANCE_INTERVAL);
     loop {
-        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
-        replicas.pool.free_expired();
+        tokio::select! {
+            _ = interval.tick() => {}
+            () = replicas.pool.wait_for_retained() => {
+                replicas.derive_deltas().await;
+                continue;
+            }
+        }
         let keys: BTreeSet<Key> =
             replicas.names().iter().filter_map(|name| blob_key(name)).collect();
         for key in keys {
             replicas.remove_replaced(&key, &*control_plane).await;
         }
-        replicas.encoder.forget_unused(BASE_IDLE_TIMEOUT);
-        replicas.release_idle_bases();
-        replicas.free_deleted_keys(&*control_plane).await;
-        if replicas.deltas {
-            // These archives are the bases of the next version, whenever it comes.
-            for name in replicas.names() {
-                retain_versions(&replicas.pool, &name, Retain::Last);
-            }
-        }
+        replicas.maintain_bases(&*control_plane).await;
+        replicas.derive_deltas().await;
     }
 }
 

@@ -50,7 +50,7 @@ use crate::metadata::backend::{self, DirectoryMeta};
 use crate::metadata::{OwnedLedgers, SharedLedgers};
 use crate::net::tls::{Endpoint, Identity};
 use crate::shm::{PeerId, Pool, PoolExhausted};
-use crate::status::{DaemonStatus, HostStatus, LeaseStatus, PeerStatus};
+use crate::status::{DaemonStatus, HostStatus, LeaseStatus, MemoryStatus, PeerStatus};
 
 /// Program and version of this daemon, for people.
 pub(super) const DAEMON_NAME: &str = concat!("tssd ", env!("CARGO_PKG_VERSION"));
@@ -496,7 +496,10 @@ impl DaemonState {
             pid: std::process::id(),
             daemon: DAEMON_NAME.to_owned(),
             uptime: self.started.elapsed(),
-            memory: self.pool.status(),
+            memory: MemoryStatus {
+                delta_bytes: self.volume.replicas.delta_bytes(),
+                ..self.pool.status()
+            },
             peers: inner.peers.values().map(peer).collect(),
             leases: inner.lease_statuses().collect(),
             uploads: self.replicator.iter().flat_map(|replicator| replicator.uploads()).collect(),

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::net::wire::{Encodings, Range};
 
 /// Maximum number of raw bytes of a part.
-const MAX_PART_BYTES: usize = 8 << 20;
+pub(crate) const MAX_PART_BYTES: usize = 8 << 20;
 
 /// Maximum number of raw bytes of a part in byte planes.
 const MAX_PLANES_BYTES: usize = 1 << 20;
@@ -68,7 +68,7 @@ impl Forms {
     /// Returns what a receiver must accept of what it does accept, to decode the bytes.
     pub(crate) fn narrow(self, accept: &Encodings) -> Encodings {
         let base = accept.base.clone().filter(|_| self.differences);
-        Encodings { base, planes: self.planes }
+        Encodings { base, planes: self.planes, base_only: false }
     }
 }
 
@@ -164,7 +164,7 @@ impl ElementLayout {
     }
 
     /// Returns the widths of the bytes of ranges, in their order: lengths in bytes, and the width of their elements.
-    fn widths(&self, ranges: &[Range]) -> Vec<(usize, ElementWidth)> {
+    pub(crate) fn widths(&self, ranges: &[Range]) -> Vec<(usize, ElementWidth)> {
         let mut widths = Vec::new();
         for range in ranges {
             if let Some(width) = self.width_of(range) {
@@ -358,7 +358,7 @@ pub(crate) fn decode(encoded: &[u8], base: Option<&[u8]>, target: &mut [u8]) -> 
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -367,7 +367,8 @@ mod tests {
         at.wrapping_mul(0x9e37_79b9).to_le_bytes()[3]
     }
 
-    fn layout() -> ElementLayout {
+    /// A layout with elements of all widths.
+    pub(crate) fn layout() -> ElementLayout {
         let run = |start, end, width| ElementRun { range: start..end, width };
         ElementLayout::new(vec![
             run(64, 164, ElementWidth::Two),

@@ -70,6 +70,8 @@ pub(crate) struct Pool {
     limit: u64,
     /// Notified whenever bytes become free.
     pub(crate) freed: Notify,
+    /// Notified when a blob is retained, or the hold of a retained one ends.
+    has_retained: Notify,
 }
 
 /// A segment that a writer may write.
@@ -126,7 +128,7 @@ impl fmt::Display for PoolExhausted {
 
 impl Pool {
     pub(crate) fn new(limit: u64) -> Self {
-        Self { inner: Lock::default(), limit, freed: Notify::new() }
+        Self { inner: Lock::default(), limit, freed: Notify::new(), has_retained: Notify::new() }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -459,6 +461,23 @@ impl Pool {
         has_freed
     }
 
+    /// Waits until a blob is retained.
+    pub(crate) async fn wait_for_retained(&self) {
+        self.has_retained.notified().await;
+    }
+
+    /// Returns whether a blob is retained.
+    pub(crate) fn is_retained(&self, name: &str) -> bool {
+        self.inner().retained.contains_key(name)
+    }
+
+    /// Returns the names and lengths of the retained blobs that are not held.
+    pub(crate) fn retained(&self) -> Vec<(String, u64)> {
+        let inner = self.inner();
+        let retained = inner.retained.iter().filter(|(name, _)| !inner.holds.contains_key(*name));
+        retained.map(|(name, span)| (name.clone(), span.len)).collect()
+    }
+
     /// Returns the names and lengths of the blobs that begin with a prefix, retained ones included.
     pub(crate) fn names_with_retained(&self, prefix: &str) -> Vec<(String, u64)> {
         let inner = self.inner();
@@ -552,6 +571,9 @@ impl Pool {
                 if inner.pending_delete.remove(name) {
                     inner.delete(name);
                 }
+                if inner.retained.contains_key(name) {
+                    self.has_retained.notify_one();
+                }
             }
         }
         drop(inner);
@@ -580,6 +602,9 @@ impl Pool {
         let mut inner = self.inner();
         if !inner.holds.contains_key(name) {
             inner.delete(name);
+            if inner.retained.contains_key(name) {
+                self.has_retained.notify_one();
+            }
         } else if inner.blobs.contains_key(name) {
             inner.pending_delete.insert(name.to_owned());
         }
@@ -668,6 +693,7 @@ impl Pool {
             used_bytes: inner.used,
             retired_bytes: inner.retired.values().map(|retired| retired.cost).sum(),
             retained_bytes: inner.retained.values().map(|span| span.len).sum(),
+            delta_bytes: 0,
             free_bytes: inner.segments.values().filter(warm).map(|segment| segment.cost).sum(),
             device_bytes: (inner.segments.values().filter_map(Segment::device_bytes))
                 .fold(0, u64::saturating_add),

@@ -5,7 +5,7 @@ mod shared_fetch;
 
 use std::ops;
 use std::pin::pin;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
@@ -97,6 +97,8 @@ pub(crate) struct PartialReplica {
     encodings: Lock<ReadEncodings>,
     /// Number of reads whose bytes did not decode.
     decode_failures: AtomicU32,
+    /// Whether no daemon with the whole archive has its base.
+    holders_lack_base: AtomicBool,
     /// Notified when a fetch has ended, with or without success.
     changed: Notify,
     /// Notified when a reader wants more, or when the replica is evicted.
@@ -289,6 +291,7 @@ impl PartialReplica {
             encoder,
             encodings: Lock::new(encodings),
             decode_failures: AtomicU32::new(0),
+            holders_lack_base: AtomicBool::new(false),
             buffer: RwLock::new(Some(buffer)),
             state: Lock::default(),
             progress: Arc::new(FetchProgress::new(Instant::now())),
@@ -313,21 +316,43 @@ impl PartialReplica {
         self.state().present_bytes
     }
 
+    /// Returns the name of the archive from which the bytes may come as differences.
+    pub(crate) fn base_name(&self) -> Option<String> {
+        self.encodings.lock().base.as_ref().map(|base| base.name().to_owned())
+    }
+
+    /// Returns whether no daemon with the whole archive has its base.
+    pub(super) fn holders_lack_base(&self) -> bool {
+        self.holders_lack_base.load(Ordering::Relaxed)
+    }
+
     /// Removes the archive from which the bytes may come as differences.
     pub(crate) fn take_base(&self) -> Option<Arc<dyn DeltaBase>> {
         self.encodings.lock().base.take()
     }
 
+    /// As [`PartialReplica::read_from`], from a holder.
+    async fn read_from_holder(
+        &self,
+        remote_blobs: &RemoteBlobIndex,
+        ranges: &[Range],
+        verify: bool,
+    ) -> Result<RemoteRead> {
+        let read = self.read_from(None, remote_blobs, ranges, verify).await?;
+        read.ok_or_else(|| Error::new(ErrorKind::NotFound, "a holder sent no data"))
+    }
+
     /// Reads ranges from a fetcher, or else from a holder, and records what was sent.
     ///
     /// If the bytes do not decode, they are read once more, as they are. Those of a fetcher are not verified.
+    /// Returns `None` if a fetcher lacks the base, and a holder may have it.
     async fn read_from(
         &self,
         fetcher: Option<&Endpoint>,
         remote_blobs: &RemoteBlobIndex,
         ranges: &[Range],
         verify: bool,
-    ) -> Result<RemoteRead> {
+    ) -> Result<Option<RemoteRead>> {
         let mut encodings = self.accepted_encodings();
         loop {
             let (name, ranges) = (&self.name, ranges.to_vec());
@@ -335,7 +360,7 @@ impl PartialReplica {
                 Some(fetcher) => {
                     remote_blobs.read_from_fetcher(fetcher, name, ranges, &encodings).await
                 }
-                None => remote_blobs.read(name, &ranges, verify, &encodings).await,
+                None => remote_blobs.read(name, &ranges, verify, &encodings).await.map(Some),
             };
             match read {
                 Err(error)
@@ -349,12 +374,16 @@ impl PartialReplica {
                     }
                 }
                 Err(error) => return Err(error),
-                Ok(read) => {
+                Ok(None) => return Ok(None),
+                Ok(Some(read)) => {
+                    if read.lacks_base && fetcher.is_none() {
+                        self.holders_lack_base.store(true, Ordering::Relaxed);
+                    }
                     self.progress.add(&read.sender, read.moved_bytes(), Instant::now());
                     let base = read.encoded.as_ref().and_then(|(_, used)| used.base.as_ref());
                     let version = base.and_then(|base| Some(ArchiveName::parse(base)?.position.1));
                     self.progress.set_base(version);
-                    return Ok(read);
+                    return Ok(Some(read));
                 }
             }
         }
@@ -366,7 +395,8 @@ impl PartialReplica {
         let rate = self.progress.rate(Instant::now());
         let is_slow = rate.is_some_and(|rate| (1..=MAX_PLANES_RATE).contains(&rate));
         let planes = encodings.planes && is_slow && self.present_bytes() >= MIN_MEASURED_BYTES;
-        ReadEncodings { planes, ..encodings }
+        let base_only = encodings.base.is_some() && !self.holders_lack_base();
+        ReadEncodings { planes, base_only, ..encodings }
     }
 
     /// Remembers bytes that came encoded, to send them to other daemons.
@@ -636,7 +666,7 @@ impl PartialReplica {
                 MissingRanges::Claimed(claim) => claim,
             };
             for part in claim.ranges.chunks(MAX_RANGES) {
-                let fetched = self.read_from(None, remote_blobs, part, verify).await?;
+                let fetched = self.read_from_holder(remote_blobs, part, verify).await?;
                 let (replica, part) = (self.clone(), part.to_vec());
                 let (fetched, part) = run_blocking(move || {
                     replica.store(&part, &fetched.data, verify);

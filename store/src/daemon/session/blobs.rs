@@ -27,6 +27,13 @@ impl Session {
             Request::Read { blob, ranges, verify, without_data, local_only, accept } => {
                 // The other daemon counts what a process of this host reads of its archives.
                 let is_remote = self.state.volume.remote_blobs.len(&blob).is_some();
+                let replicas = &self.state.volume.replicas;
+                let lacks_base =
+                    accept.base.as_ref().is_some_and(|base| !replicas.has_base(&blob, base));
+                if lacks_base && accept.base_only {
+                    let reply = ReadReply { lacks_base, ..ReadReply::default() };
+                    return Ok(Reply::Read(reply).into());
+                }
                 let read = async {
                     let read = self.read(blob.clone(), ranges.clone(), verify, local_only);
                     let mut answer = read.await?;
@@ -34,6 +41,9 @@ impl Session {
                         answer.data = Data::default();
                     } else if !accept.is_empty() {
                         self.encode(&mut answer, EncodedRead { blob, ranges, accept }).await;
+                    }
+                    if let Reply::Read(reply) = &mut answer.reply {
+                        reply.lacks_base = lacks_base;
                     }
                     if let (Some(uplink), Origin::Address(peer)) = (&self.state.uplink, self.origin)
                     {
@@ -238,5 +248,5 @@ impl Session {
 }
 
 fn read_reply(ReadChecksum { crc32 }: ReadChecksum) -> Reply {
-    Reply::Read(ReadReply { crc32, is_encoded: false })
+    Reply::Read(ReadReply { crc32, ..ReadReply::default() })
 }

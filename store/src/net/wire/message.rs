@@ -510,6 +510,9 @@ pub(crate) struct Encodings {
     /// Whether the data may be in byte planes.
     #[serde(default)]
     pub(crate) planes: bool,
+    /// Whether a daemon that lacks `base` sends no data.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) base_only: bool,
 }
 
 impl Encodings {
@@ -520,7 +523,7 @@ impl Encodings {
 }
 
 /// How the data of a read comes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ReadReply {
     /// CRC-32 of the bytes of the blob, if the daemon has verified the chunks that contain them.
     #[serde(default)]
@@ -528,6 +531,9 @@ pub(crate) struct ReadReply {
     /// Whether the data is encoded.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) is_encoded: bool,
+    /// Whether the daemon lacks the base that the client has.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) lacks_base: bool,
 }
 
 /// Checksum of the bytes of a read.

@@ -2,6 +2,7 @@
 //!
 //! Each piece comes from a holder of the archive or from a fetcher, and its chunks are verified when it comes.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
@@ -83,6 +84,7 @@ async fn fetch(
         wants: Wants::Archive,
         registries,
         fetchers: Vec::new(),
+        without_base: BTreeSet::new(),
         tables: (Vec::new(), 0),
         started: Instant::now(),
         fetched: [0; 2],
@@ -129,6 +131,8 @@ enum FetchError {
     Holder(Error),
     /// The fetcher failed, or sent damaged bytes.
     Fetcher(Error),
+    /// The fetcher lacks the base, and a holder may have it.
+    NoBase,
 }
 
 /// A request, and whether the piece has come.
@@ -146,6 +150,8 @@ struct SharedFetch {
     registries: Vec<Endpoint>,
     /// The addresses of the other fetchers.
     fetchers: Vec<(FetcherId, Endpoint)>,
+    /// Fetchers that are avoided because they lack the base.
+    without_base: BTreeSet<FetcherId>,
     /// What other fetchers want, and the CRC-32 of these tables.
     tables: (Vec<Wants>, u32),
     started: Instant,
@@ -180,6 +186,9 @@ impl SharedFetch {
             if announcements.is_empty() {
                 let delay = delays.next().unwrap_or(LAST_ANNOUNCE_DELAY);
                 announcements.spawn(self.announce(delay, false));
+            }
+            if self.replica.holders_lack_base() {
+                self.plan.readmit(&std::mem::take(&mut self.without_base));
             }
             self.check_rate();
             self.publish_owned();
@@ -359,6 +368,12 @@ impl SharedFetch {
                     self.update_wants();
                 }
             }
+            (source, Err(FetchError::NoBase)) => {
+                if let Source::Fetcher(fetcher) = source {
+                    self.without_base.insert(fetcher);
+                }
+                self.plan.fail(request);
+            }
             (_, Err(FetchError::Holder(error)))
             | (Source::Holder, Err(FetchError::Fetcher(error))) => return Err(error),
             (Source::Fetcher(fetcher), Err(FetchError::Fetcher(error))) => {
@@ -511,7 +526,7 @@ impl PartialReplica {
         for ranges in claim.ranges.chunks(MAX_RANGES) {
             if is_whole(ranges, &pieces.range(number)) {
                 let RemoteRead { data, encoded, .. } =
-                    self.read_from(None, remote_blobs, ranges, false).await?;
+                    self.read_from_holder(remote_blobs, ranges, false).await?;
                 if self.store_verified(ranges, data, pieces, number, None).await? {
                     self.remember_encoded(ranges, encoded);
                     continue;
@@ -519,7 +534,7 @@ impl PartialReplica {
             }
             // The holder verifies the chunks. If its own are damaged, the next holder is asked.
             let RemoteRead { data, encoded, .. } =
-                self.read_from(None, remote_blobs, ranges, true).await?;
+                self.read_from_holder(remote_blobs, ranges, true).await?;
             self.remember_encoded(ranges, encoded);
             let (replica, ranges) = (self.clone(), ranges.to_vec());
             run_blocking(move || {
@@ -549,7 +564,8 @@ impl PartialReplica {
                 let (data, crc32) = tokio::join!(read, remote_blobs.checksum(&self.name, &ranges));
                 (data, Some(crc32.map_err(FetchError::Holder)?))
             };
-            let RemoteRead { data, encoded, .. } = data.map_err(FetchError::Fetcher)?;
+            let data = data.map_err(FetchError::Fetcher)?;
+            let RemoteRead { data, encoded, .. } = data.ok_or(FetchError::NoBase)?;
             let stored = self.store_verified(&ranges, data, pieces, number, crc32).await;
             if !stored.map_err(FetchError::Holder)? {
                 let text = format_args!("`{}`: `{endpoint}` sent damaged bytes", self.name);

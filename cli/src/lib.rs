@@ -118,7 +118,7 @@ enum Command {
     Pins(store::pin::PinsArgs),
     Status(store::status::Args),
     #[cfg(target_os = "linux")]
-    Serve(serve::Args),
+    Serve(Box<serve::Args>),
     Demo(demo::Args),
 }
 

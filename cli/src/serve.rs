@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tssd_store::blocking::Daemon;
-use tssd_store::{Credentials, DaemonOptions, ErrorKind};
+use tssd_store::{BucketDeltas, Credentials, DaemonOptions, ErrorKind};
 
 use crate::console::Console;
 use crate::exit::Exit;
@@ -66,6 +66,12 @@ pub(crate) struct Args {
     /// How many bytes go there in a second at most
     #[arg(long, value_name = "SIZE", requires = "bucket")]
     bucket_rate: Option<Size>,
+    /// Upload one version in this many whole, and the others as deltas of the version before. 1: all whole
+    #[arg(long, value_name = "COUNT", requires = "bucket", default_value = "32")]
+    anchor_every: NonZeroU32,
+    /// Upload a version whole when the deltas since the last whole one have this size, in percent of a version
+    #[arg(long, value_name = "PERCENT", requires = "bucket", default_value = "25")]
+    anchor_share: u32,
     /// Maximum rate at which the daemon sends to other hosts, in bytes per second
     #[arg(long, value_name = "SIZE", requires = "listen")]
     send_rate: Option<Size>,
@@ -75,8 +81,8 @@ pub(crate) struct Args {
     /// Warn if a version comes from other hosts with less than this rate, in bytes per second
     #[arg(long, value_name = "SIZE", requires = "listen")]
     min_fetch_rate: Option<Size>,
-    /// Whether hosts send and request the difference from an earlier version
-    #[arg(long, value_enum, default_value = "auto", requires = "listen")]
+    /// Whether hosts send and request the difference from an earlier version, and upload it to the bucket
+    #[arg(long, value_enum, default_value = "auto")]
     delta: Deltas,
     /// The name by which other daemons reach this one, if that is not the address of --listen
     #[arg(long, value_name = "HOST:PORT", requires = "listen")]
@@ -136,6 +142,8 @@ pub(crate) fn run(args: &Args, console: Console) -> Result<Exit> {
     options.send_hosts = args.send_hosts;
     options.min_fetch_rate = args.min_fetch_rate.map(|Size(rate)| rate);
     options.deltas = args.delta == Deltas::Auto;
+    options.bucket_deltas =
+        BucketDeltas { anchor_interval: args.anchor_every, max_percent: args.anchor_share };
     options.bucket_rate = args.bucket_rate.map(|Size(rate)| rate);
     if let (Some(ca), Some(cert), Some(key)) = (&args.client_ca, &args.cert, &args.key) {
         let (ca, cert, key) = (ca.clone(), cert.clone(), key.clone());

@@ -1,7 +1,9 @@
 //! Storage of archives: immutable bytes under names. A volume knows nothing about tensors.
 
 pub(crate) mod backend;
+mod delta_reader;
 mod remote;
+mod requests;
 mod verify;
 
 use std::sync::Arc;
@@ -13,6 +15,7 @@ use crate::io::local_archive::LocalArchive;
 use crate::ledger::Durability;
 use crate::route::Route;
 
+pub(crate) use self::delta_reader::resolve_deltas;
 pub(crate) use self::remote::{RangeCopy, RangeJob, RangeReader, RemoteArchive, VerifyMode};
 pub(crate) use self::verify::{StreamingVerifier, VerifiedChunks};
 
@@ -106,6 +109,14 @@ impl OpenArchive {
     /// Whether the index has checksums of the data.
     pub(crate) fn has_checksums(&self) -> bool {
         self.local().is_none_or(|archive| archive.has_checksums)
+    }
+
+    /// Returns the archive as a local one, which reads the bytes of a remote one when they are needed.
+    pub(crate) fn into_local(self) -> LocalArchive {
+        match self {
+            Self::Local(archive) => archive,
+            Self::Remote(archive) => LocalArchive::new(archive),
+        }
     }
 
     /// Returns the local archive, if it is one.

@@ -36,6 +36,7 @@ use tokio::task::JoinSet;
 use self::session::IncomingConnection;
 use crate::credentials::Credentials;
 use crate::daemon::bucket_sync::Bucket;
+pub use crate::daemon::bucket_sync::BucketDeltas;
 pub use crate::daemon::host_defaults::default_memory_limit;
 use crate::daemon::host_defaults::listen;
 use crate::daemon::reserve_fd::ReserveFd;
@@ -102,6 +103,8 @@ pub struct DaemonOptions {
     pub bucket: Option<String>,
     /// Maximum upload rate to the bucket in bytes per second, for all versions together.
     pub bucket_rate: Option<u64>,
+    /// Which versions are uploaded to the bucket whole. The others are uploaded as deltas, if `deltas` is true.
+    pub bucket_deltas: BucketDeltas,
     /// Maximum rate at which this daemon sends to other hosts, in bytes per second. If `None`, it is not limited.
     pub send_rate: Option<u64>,
     /// Maximum number of hosts to which this daemon sends at the same time. Others wait. If `None`, it is not limited.
@@ -164,6 +167,7 @@ impl DaemonOptions {
             meta: None,
             bucket: None,
             bucket_rate: None,
+            bucket_deltas: BucketDeltas::default(),
             send_rate: None,
             send_hosts: None,
             min_fetch_rate: None,

@@ -93,7 +93,7 @@ pub fn step(state: &State, command: Command) -> Result<Step, Refusal> {
 
 /// Returns all pending effects of a state, including those that a process is running.
 pub fn pending(state: &State) -> Vec<Effect> {
-    state.versions().filter_map(|version| state.pending_effect(version)).collect()
+    state.pending_effects()
 }
 
 impl State {

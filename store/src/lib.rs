@@ -22,6 +22,7 @@ mod convert;
 mod credentials;
 #[cfg(target_os = "linux")]
 mod daemon;
+mod delta;
 pub mod device;
 mod engine;
 mod error;
@@ -49,7 +50,7 @@ pub use api::{
 pub use control::VersionInfo;
 pub use credentials::Credentials;
 #[cfg(target_os = "linux")]
-pub use daemon::{Daemon, DaemonOptions, default_memory_limit};
+pub use daemon::{BucketDeltas, Daemon, DaemonOptions, default_memory_limit};
 pub use engine::get::{GetOptions, GetReport, LeafPart, Target, TargetMemory};
 pub use engine::put::{
     PendingPut, PutOptions, PutPhases, PutReport, Replicas, Residency, Rewind, Ring, pieces,

@@ -10,16 +10,16 @@ use tssd_tests::training_steps::{key, wait_until};
 const MIB: u64 = 1 << 20;
 const ROWS: u64 = 2048;
 const COLUMNS: u64 = 2048;
-const TENSOR_BYTES: u64 = 2 * ROWS * COLUMNS;
+pub(crate) const TENSOR_BYTES: u64 = 2 * ROWS * COLUMNS;
 
 /// The bf16 tensors of a model in training.
-struct Model {
+pub(crate) struct Model {
     tensors: Vec<Vec<u8>>,
     rng: SeededRng,
 }
 
 impl Model {
-    fn new(tensors: usize) -> Self {
+    pub(crate) fn new(tensors: usize) -> Self {
         let mut rng = SeededRng::new(7);
         let mut tensor = || {
             let elements = (0..ROWS * COLUMNS).map(|_| 0x3c00 + rng.below(0x300) as u16);
@@ -30,7 +30,7 @@ impl Model {
     }
 
     /// Changes one element in `interval`, by one unit in the last place.
-    fn step(&mut self, interval: u64) {
+    pub(crate) fn step(&mut self, interval: u64) {
         for tensor in &mut self.tensors {
             for _ in 0..ROWS * COLUMNS / interval {
                 let at = 2 * self.rng.below(ROWS * COLUMNS) as usize;
@@ -39,7 +39,12 @@ impl Model {
         }
     }
 
-    fn dict(&self) -> StateDict {
+    /// Changes every element.
+    pub(crate) fn change_all(&mut self) {
+        self.tensors.iter_mut().flatten().for_each(|byte| *byte = byte.wrapping_mul(77) ^ 0x5a);
+    }
+
+    pub(crate) fn dict(&self) -> StateDict {
         let mut dict = StateDict::new();
         for (number, tensor) in self.tensors.iter().enumerate() {
             let meta = TensorMeta::new(Dtype::Bfloat16, &[ROWS, COLUMNS]).unwrap();
@@ -53,13 +58,13 @@ impl Model {
         store.put_state_dict(&key(), &self.dict(), &PutOptions::default()).unwrap().version
     }
 
-    fn check(&self, store: &Store) {
+    pub(crate) fn check(&self, store: &Store) {
         let (dict, _) = store.get_state_dict(&key(), &GetOptions::default()).unwrap();
         assert!(dict == self.dict(), "another version was read");
     }
 
     /// Reads half of the columns of all tensors.
-    fn check_half(&self, store: &Store, rank: u64) {
+    pub(crate) fn check_half(&self, store: &Store, rank: u64) {
         let region = Region::new(&[0, rank * COLUMNS / 2], &[ROWS, COLUMNS / 2]).unwrap();
         for (number, tensor) in self.tensors.iter().enumerate() {
             let name = format!("weight{number}");
@@ -251,8 +256,7 @@ fn changed_model_moves_whole() {
         fetch(reader);
         model.step(100);
     }
-    // Every element differs.
-    model.tensors.iter_mut().flatten().for_each(|byte| *byte = byte.wrapping_mul(77) ^ 0x5a);
+    model.change_all();
     model.put(trainer);
     let report = fetch(reader);
     assert!(report.bytes > TENSOR_BYTES, "{report:?}");

@@ -46,13 +46,23 @@ enum Action {
         job: Option<JobId>,
         contents: u8,
         replica: Option<SessionId>,
+        /// The version whose archives are the bases.
+        base: Option<usize>,
     },
     /// All missing writers of a version commit.
-    Complete { nth_newest: usize, replica: Option<SessionId> },
+    Complete { nth_newest: usize, replica: Option<SessionId>, base: Option<usize> },
     /// A command that names a version.
     OnVersion { nth_newest: usize, action: VersionAction },
     /// Runs all pending effects.
     RunPendingEffects,
+}
+
+/// How the archives of a contribution are stored.
+#[derive(Clone, Copy)]
+struct Stored {
+    contents: u8,
+    replica: Option<SessionId>,
+    base: Option<VersionId>,
 }
 
 /// A command that names a version, without the id.
@@ -75,15 +85,16 @@ fn any_action() -> impl Strategy<Value = Action> {
     let nth_newest = 0..4_usize;
     let replica = || prop::option::weighted(0.4, any_session());
     let job = prop::option::weighted(0.2, any_job());
-    let commit = (nth_newest.clone(), 0..4_u32, job, 0..3_u8, replica());
+    let base = prop::option::weighted(0.4, 0..4_usize);
+    let commit = (nth_newest.clone(), 0..4_u32, job, 0..3_u8, replica(), base.clone());
     prop_oneof![
         8 => (any_begin(), prop::bool::weighted(0.1))
             .prop_map(|(begin, repeats)| Action::Begin { begin, repeats }),
-        4 => commit.prop_map(|(nth_newest, writer, job, contents, replica)| {
-            Action::Commit { nth_newest, writer, job, contents, replica }
+        4 => commit.prop_map(|(nth_newest, writer, job, contents, replica, base)| {
+            Action::Commit { nth_newest, writer, job, contents, replica, base }
         }),
-        6 => (nth_newest.clone(), replica())
-            .prop_map(|(nth_newest, replica)| Action::Complete { nth_newest, replica }),
+        6 => (nth_newest.clone(), replica(), base)
+            .prop_map(|(nth_newest, replica, base)| Action::Complete { nth_newest, replica, base }),
         3 => (nth_newest, any_version_action())
             .prop_map(|(nth_newest, action)| Action::OnVersion { nth_newest, action }),
         5 => Just(Action::RunPendingEffects),
@@ -286,17 +297,19 @@ impl LedgerModel {
                 let job = begin.job.map(|job| self.job(&job));
                 self.apply(&Command::Begin(Begin { id, now, number, sequence, job, ..begin }))
             }
-            Action::Commit { nth_newest, writer, job, contents, replica } => {
+            Action::Commit { nth_newest, writer, job, contents, replica, base } => {
                 let Some(id) = self.nth_newest(nth_newest) else {
                     return;
                 };
                 let version_job = self.opened[&id].job.clone();
                 let job = job.map(|job| self.job(&job)).or(version_job);
-                self.commit(id, writer, job, contents, replica)
+                let base = base.and_then(|base| self.nth_newest(base));
+                self.commit(id, writer, job, Stored { contents, replica, base })
             }
-            Action::Complete { nth_newest, replica } => {
+            Action::Complete { nth_newest, replica, base } => {
                 let Some(id) = self.nth_newest(nth_newest) else { return };
-                self.complete(id, replica);
+                let base = base.and_then(|base| self.nth_newest(base));
+                self.complete(id, replica, base);
                 return;
             }
             Action::OnVersion { nth_newest, action } => {
@@ -351,9 +364,9 @@ impl LedgerModel {
         id: VersionId,
         writer: u32,
         job: Option<JobId>,
-        contents: u8,
-        replica: Option<SessionId>,
+        stored: Stored,
     ) -> Result<Outcome, Refusal> {
+        let Stored { contents, replica, base } = stored;
         let archives = vec![ArchiveReference { name: format!("{id}.{writer}"), file_len: 9 }];
         let (digest, now) = (ArchiveDigest([contents; 16]), Timestamp(self.now));
         self.apply(&Command::Commit(Commit {
@@ -363,11 +376,12 @@ impl LedgerModel {
             digest,
             archives,
             replica_session: replica,
+            base,
             now,
         }))
     }
 
-    fn complete(&mut self, id: VersionId, replica: Option<SessionId>) {
+    fn complete(&mut self, id: VersionId, replica: Option<SessionId>, base: Option<VersionId>) {
         let Version { number, job, writers, durability, .. } = self.opened[&id].clone();
         for writer in writers.iter() {
             let begin = Begin {
@@ -390,7 +404,7 @@ impl LedgerModel {
             };
             self.begin_count += 1;
             self.apply(&Command::Begin(begin)).ok();
-            self.commit(id, writer, job.clone(), 1, replica).ok();
+            self.commit(id, writer, job.clone(), Stored { contents: 1, replica, base }).ok();
         }
     }
 
@@ -472,7 +486,8 @@ impl LedgerModel {
             self.apply(&Command::NotUploaded { id }).unwrap();
         }
         self.run_pending_effects();
-        assert!(self.state.versions().all(Version::is_visible));
+        let bases = transitive_bases(&self.state);
+        assert!(self.state.versions().all(|it| it.is_visible() || bases.contains(&it.id)));
         assert!(self.state.visible().count() <= 3 * self.keep());
         let ended = &serde_json::to_value(&self.state).unwrap()["tombstones"];
         assert!(ended.as_array().unwrap().len() <= MAX_TOMBSTONES);
@@ -625,7 +640,11 @@ impl LedgerModel {
                 let version = self.state.versions().find(|version| version.id == id).unwrap();
                 assert_eq!((version.epoch, version.number), (epoch, number));
                 assert!(!self.state.is_held(id) && !version.is_open() && !version.is_visible());
+                assert!(!transitive_bases(&self.state).contains(&id));
             }
+        }
+        for base in transitive_bases(&self.state) {
+            assert!(self.state.versions().any(|version| version.id == base), "a base is deleted");
         }
         for effect in previous {
             if let Effect::Delete { id, .. } = effect {
@@ -870,6 +889,22 @@ impl LedgerModel {
             self.state.versions().count()
                 <= 2 * MAX_OPEN + retained + in_use + MAX_PENDING_DELETIONS + 4
         );
+    }
+}
+
+/// Returns the versions from which the archives of readable versions are computed, one version after the other.
+fn transitive_bases(state: &State) -> BTreeSet<VersionId> {
+    let is_readable = |it: &&Version| it.is_open() || it.is_visible() || state.is_held(it.id);
+    let mut bases: BTreeSet<VersionId> =
+        state.versions().filter(is_readable).flat_map(Version::bases).collect();
+    loop {
+        let further = state.versions().filter(|version| bases.contains(&version.id));
+        let further: Vec<VersionId> = further.flat_map(Version::bases).collect();
+        let count = bases.len();
+        bases.extend(further);
+        if bases.len() == count {
+            return bases;
+        }
     }
 }
 

@@ -6,6 +6,9 @@
     reason = "tests count small things, and fail by panicking"
 )]
 
+/// Versions that are uploaded to a bucket as deltas.
+#[cfg(target_os = "linux")]
+mod bucket_deltas;
 /// Replication of versions from memory to a bucket, and their restore.
 #[cfg(target_os = "linux")]
 mod bucket_replication;

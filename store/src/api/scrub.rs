@@ -9,6 +9,8 @@ use std::sync::Arc;
 use tokio::runtime::Builder;
 use tssd_format::MANIFEST_NAME;
 
+use crate::blob::Volume;
+use crate::blob::backend::DirectoryVolume;
 use crate::control::layout::folder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::Disk;
@@ -127,9 +129,13 @@ impl<'a> Scrubber<'a> {
     }
 
     fn check_archive(&self, name: &str, expected: u64) -> Result<(), String> {
-        match self.open_file(name)?.1 {
-            len if len == expected => Ok(()),
-            len => Err(format!("it has {len} bytes, not {expected}")),
+        let volume = DirectoryVolume::new(self.disk.clone());
+        let opened = volume.open(name).map_err(|error| format!("it cannot be read: {error}"))?;
+        let archive = opened.ok_or_else(|| "it is gone".to_owned())?;
+        match archive.blob.size() {
+            Ok(len) if len == expected => Ok(()),
+            Ok(len) => Err(format!("it has {len} bytes, not {expected}")),
+            Err(error) => Err(format!("it cannot be read: {error}")),
         }
     }
 

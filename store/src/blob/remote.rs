@@ -61,19 +61,25 @@ pub(crate) struct RemoteArchive {
     pub(crate) tail: Option<Bytes>,
 }
 
+impl RemoteArchive {
+    /// Returns bytes of the archive, if they were fetched when it was opened.
+    pub(crate) fn tail(&self, len: usize, offset: u64) -> Option<Bytes> {
+        let tail = self.tail.as_ref()?;
+        let start = self.len.checked_sub(u64::try_from(tail.len()).ok()?)?;
+        let within = usize::try_from(offset.checked_sub(start)?).ok()?;
+        let end = within.checked_add(len).filter(|end| *end <= tail.len())?;
+        Some(tail.slice(within..end))
+    }
+}
+
 impl Blob for RemoteArchive {
     fn size(&self) -> io::Result<u64> {
         Ok(self.len)
     }
 
     fn read_exact_at(&self, target: &mut [u8], offset: u64) -> io::Result<()> {
-        let tail = self.tail.as_ref().and_then(|tail| {
-            let start = self.len.checked_sub(u64::try_from(tail.len()).ok()?)?;
-            let within = usize::try_from(offset.checked_sub(start)?).ok()?;
-            tail.get(within..within.checked_add(target.len())?)
-        });
-        match tail {
-            Some(bytes) => target.copy_from_slice(bytes),
+        match self.tail(target.len(), offset) {
+            Some(bytes) => target.copy_from_slice(&bytes),
             None => self.reader.read_exact_at(&self.blob, target, offset)?,
         }
         Ok(())

@@ -3,6 +3,7 @@
 //! The bucket is a complete store with its own ledger, so the uploaded versions can be read without the daemon. A
 //! copy has the id, the epoch, the number and the bytes of the original version.
 
+mod chains;
 #[cfg(test)]
 #[cfg(feature = "object")]
 mod fault_tests;
@@ -17,6 +18,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
+pub use self::chains::BucketDeltas;
+use self::chains::{EncodedContribution, UploadChains};
 use self::upload::Upload;
 pub(crate) use self::upload::UploadReceiver;
 use crate::blob::{OpenArchive, Volume};
@@ -29,7 +32,7 @@ use crate::engine::address::open_shared_store;
 use crate::engine::local::LocalController;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::environment::SystemEnvironment;
-use crate::io::exec::backoff;
+use crate::io::exec::{backoff, run_blocking};
 use crate::io::sync::{AsyncMutex, Lock, MutexGuard, boxed, watch};
 use crate::key::Key;
 use crate::ledger::{Refusal, Selector, VersionId};
@@ -105,6 +108,8 @@ pub(crate) struct BucketReplicator {
     /// Evicted if a restore needs memory.
     replicas: Arc<Replicas>,
     rate_limiter: Arc<RateLimiter>,
+    /// The contributions that were uploaded last.
+    chains: Arc<UploadChains>,
     /// Uploads of each key. The first of a queue is running.
     queues: Lock<BTreeMap<Key, VecDeque<Arc<Upload>>>>,
     /// Permits for concurrent uploads: each upload has its own threads and parts.
@@ -118,6 +123,14 @@ pub(crate) struct BucketReplicator {
     /// Restores in progress.
     restoring: Lock<BTreeMap<VersionId, RestoreReceiver>>,
     counts: Lock<ReplicatorCounts>,
+}
+
+/// How versions are uploaded.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct UploadOptions {
+    /// Maximum rate, for all uploads together.
+    pub(crate) bytes_per_second: Option<u64>,
+    pub(crate) deltas: BucketDeltas,
 }
 
 /// Receives the result of a restore.
@@ -158,14 +171,16 @@ pub(crate) struct ReplicatorCounts {
 }
 
 impl BucketReplicator {
-    /// Creates a replicator from the versions of `own` to a bucket, with an optional rate limit.
+    /// Creates a replicator from the versions of `own` to a bucket.
     pub(crate) fn new(
         bucket: LocalController,
         shown: String,
         own: LocalController,
         replicas: Arc<Replicas>,
-        bytes_per_second: Option<u64>,
+        options: UploadOptions,
     ) -> Arc<Self> {
+        let UploadOptions { bytes_per_second, deltas } = options;
+        let (pool, encoder) = (replicas.pool().clone(), replicas.encoder().cloned());
         Arc::new(Self {
             bucket,
             bucket_url: shown,
@@ -173,6 +188,7 @@ impl BucketReplicator {
             pool: replicas.pool().clone(),
             replicas,
             rate_limiter: Arc::new(RateLimiter::new(bytes_per_second)),
+            chains: Arc::new(UploadChains::new(pool, encoder, deltas)),
             queues: Lock::default(),
             upload_permits: Semaphore::new(MAX_UPLOADS),
             sync_lock: AsyncMutex::default(),
@@ -211,6 +227,10 @@ impl BucketReplicator {
         deadline: Instant,
         is_wanted: impl Fn() -> bool,
     ) -> Result<()> {
+        if self.chains.is_enabled() {
+            // The version that the put replaces is the base of its upload.
+            self.replicas.retain_base(key);
+        }
         self.enqueue_unstored(key).await?;
         let mut ended = self.ended.subscribe();
         loop {
@@ -239,6 +259,15 @@ impl BucketReplicator {
             // After a timeout the condition is checked again too.
             let _ = tokio::time::timeout(wait, ended.changed()).await;
         }
+    }
+
+    /// Encodes the archives of a contribution as deltas. Returns `None` if they must be uploaded whole.
+    async fn encode(
+        &self,
+        contributed: &Arc<CommittedContribution>,
+    ) -> Result<Option<EncodedContribution>> {
+        let (chains, contributed) = (self.chains.clone(), contributed.clone());
+        run_blocking(move || chains.encode(&contributed)).await
     }
 
     /// Enqueues the committed contributions of a key that are not queued.

@@ -7,12 +7,12 @@ use bytes::Bytes;
 use tssd_format::Blob;
 
 use crate::control::layout::ArchiveName;
-use crate::daemon::chunk_verifier::{gather, total_bytes};
+use crate::daemon::chunk_verifier::gather;
 use crate::net::wire::Range;
 use crate::shm::{Pool, Retain};
 
 /// Time for which the archives of a version are retained after its deletion, if no put needs the memory.
-const RETENTION: Duration = Duration::from_hours(1);
+pub(crate) const RETENTION: Duration = Duration::from_hours(1);
 
 /// An archive of an earlier version, or a part of one. It keeps its memory until the drop.
 pub(crate) trait DeltaBase: Send + Sync {
@@ -55,7 +55,10 @@ impl DeltaBase for HeldArchive {
 
     fn read(&self, ranges: &[Range]) -> Option<Bytes> {
         let blob = &**self.blob.as_ref()?;
-        total_bytes(ranges, blob.size().ok()?).ok()?;
+        let len = blob.size().ok()?;
+        if ranges.iter().any(|range| range.total_bytes(len).is_none()) {
+            return None;
+        }
         Some(gather(blob, ranges).ok()?.into_bytes())
     }
 }

@@ -8,14 +8,16 @@ use std::ops;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tssd_format::{Change, DeltaDecoder, DeltaEncoder, DeltaOptions, ElementWidth};
+use tssd_format::{DeltaDecoder, DeltaEncoder, DeltaOptions, ElementWidth};
 
 use crate::control::layout::ArchiveName;
 use crate::convert::{to_u64, to_usize};
 use crate::daemon::delta_base::{DeltaBase, HeldArchive};
+use crate::delta::layout::ElementLayout;
+use crate::delta::parts::MAX_PART_BYTES;
+use crate::delta::runs::{self, PartDelta, Run};
 use crate::error::{Error, Result};
 use crate::io::sync::{Lock, MutexGuard};
-use crate::net::encoding::{ElementLayout, MAX_PART_BYTES};
 use crate::net::wire::Range;
 use crate::shm::Pool;
 
@@ -35,7 +37,7 @@ pub(crate) struct DeltaHistory {
 struct Inner {
     /// By the name of the earlier archive.
     deltas: BTreeMap<String, Arc<ArchiveDelta>>,
-    /// Prefixes of the archives of keys of which other daemons request differences, and the time of the last request.
+    /// Prefixes of the archives of keys of which differences are requested, and the time of the last request.
     requested: BTreeMap<String, Instant>,
 }
 
@@ -44,24 +46,18 @@ struct ArchiveDelta {
     /// The name of the later archive.
     later: String,
     /// The parts that differ, in ascending order.
-    parts: Vec<PartDelta>,
+    parts: Vec<OwnedPart>,
     /// Bytes of memory.
     cost: u64,
 }
 
 /// The difference of a part of an archive.
-struct PartDelta {
+struct OwnedPart {
     /// Where the part is in both archives.
     bytes: ops::Range<u64>,
     width: ElementWidth,
     /// A delta chunk whose base is the later archive.
     chunk: Box<[u8]>,
-}
-
-/// Bytes of an archive, and where they are in a buffer.
-struct Run {
-    bytes: ops::Range<u64>,
-    at: usize,
 }
 
 impl DeltaHistory {
@@ -73,11 +69,9 @@ impl DeltaHistory {
         self.inner.lock()
     }
 
-    /// Records that another daemon has requested a difference of an archive.
-    pub(crate) fn record_request(&self, archive: &str) {
-        if let Some(archive) = ArchiveName::parse(archive) {
-            self.inner().requested.insert(archive.prefix(), Instant::now());
-        }
+    /// Records that differences of a key are requested. `prefix` is the beginning of the names of its archives.
+    pub(crate) fn record_request(&self, prefix: String) {
+        self.inner().requested.insert(prefix, Instant::now());
     }
 
     /// Returns whether other daemons request differences of the key of an archive.
@@ -219,7 +213,7 @@ impl ArchiveDelta {
         let mut encoder = DeltaEncoder::new().map_err(failed)?;
         let (mut parts, mut cost, mut chunk) = (Vec::new(), 0, Vec::new());
         let mut at = 0;
-        for (len, width) in layout.widths(&[Range::contiguous(0, to_u64(new.len()))]) {
+        for (len, width) in layout.widths(to_u64(new.len())) {
             let end = at + len;
             while at < end {
                 let part = at..end.min(at + MAX_PART_BYTES);
@@ -232,12 +226,12 @@ impl ArchiveDelta {
                 if changes.listed + changes.dense == 0 {
                     continue;
                 }
-                let part = PartDelta {
+                let part = OwnedPart {
                     bytes: to_u64(part.start)..to_u64(part.end),
                     width,
                     chunk: Box::from(&chunk[..]),
                 };
-                cost += to_u64(size_of::<PartDelta>() + chunk.len());
+                cost += to_u64(size_of::<OwnedPart>() + chunk.len());
                 if cost > max_cost {
                     return Ok(None);
                 }
@@ -249,60 +243,12 @@ impl ArchiveDelta {
 
     /// Changes bytes of the later archive to those of the earlier one. `None` if runs do not have whole elements.
     fn apply(&self, decoder: &mut DeltaDecoder, runs: &[Run], bytes: &mut [u8]) -> Option<()> {
-        for part in &self.parts {
-            let first = runs.partition_point(|run| run.bytes.end <= part.bytes.start);
-            let runs = &runs[first..];
-            if runs.first().is_none_or(|run| run.bytes.start >= part.bytes.end) {
-                continue;
-            }
-            let len = to_usize(part.bytes.end - part.bytes.start);
-            let (mut runs, mut are_whole) = (runs, true);
-            let changed = decoder.for_each_change(&part.chunk, part.width, len, |change| {
-                are_whole &= part.change(change, &mut runs, bytes);
-            });
-            changed.ok().filter(|()| are_whole)?;
-        }
-        Some(())
-    }
-}
-
-impl PartDelta {
-    /// Makes a change in the bytes of runs. Returns false if only a part of an element is in a run.
-    ///
-    /// Removes the runs before the change.
-    fn change(&self, change: Change<'_>, runs: &mut &[Run], bytes: &mut [u8]) -> bool {
-        let width = self.width.bytes();
-        let (position, len) = match change {
-            Change::Listed { position, .. } => (position, width),
-            Change::Dense { position, bytes } => (position, bytes.len()),
-        };
-        let start = self.bytes.start + to_u64(position * width);
-        let changed = start..start + to_u64(len);
-        while let [first, rest @ ..] = runs
-            && first.bytes.end <= changed.start
-        {
-            *runs = rest;
-        }
-        let overlapping = runs.iter().take_while(|run| run.bytes.start < changed.end);
-        for run in overlapping {
-            let common = changed.start.max(run.bytes.start)..changed.end.min(run.bytes.end);
-            let at = run.at + to_usize(common.start - run.bytes.start);
-            let target = &mut bytes[at..at + to_usize(common.end - common.start)];
-            match change {
-                Change::Dense { bytes, .. } => {
-                    let from = to_usize(common.start - changed.start);
-                    target.copy_from_slice(&bytes[from..from + target.len()]);
-                }
-                Change::Listed { .. } if target.len() != width => return false,
-                Change::Listed { difference, .. } => {
-                    let mut element = [0; 4];
-                    element[..width].copy_from_slice(target);
-                    let result = u32::from_le_bytes(element).wrapping_add(difference);
-                    target.copy_from_slice(&result.to_le_bytes()[..width]);
-                }
-            }
-        }
-        true
+        self.parts.iter().try_for_each(|part| {
+            let OwnedPart { bytes: place, width, chunk } = part;
+            let part = PartDelta { bytes: place, width: *width, chunk };
+            let are_whole = runs::apply(decoder, &part, runs, bytes);
+            are_whole.unwrap_or(false).then_some(())
+        })
     }
 }
 
@@ -315,9 +261,7 @@ fn sorted_runs(ranges: &[Range]) -> Option<Vec<Run>> {
             at += to_usize(range.1);
         });
     }
-    runs.sort_unstable_by_key(|run| run.bytes.start);
-    let is_ascending = runs.windows(2).all(|pair| pair[0].bytes.end <= pair[1].bytes.start);
-    is_ascending.then_some(runs)
+    runs::sort_runs(&mut runs).then_some(runs)
 }
 
 #[cfg(test)]
@@ -325,7 +269,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::net::encoding::tests::layout;
+    use crate::delta::layout::tests::layout;
 
     const LEN: usize = 10_000;
     const KEY: &str = "key";
@@ -348,7 +292,7 @@ mod tests {
     fn history_of(versions: &[Vec<u8>]) -> DeltaHistory {
         let pool = Arc::new(Pool::new(1 << 30));
         let history = DeltaHistory::new(pool.clone());
-        history.record_request(&name(0));
+        history.record_request(format!("{KEY}/"));
         for (number, bytes) in (0..).zip(versions) {
             store(&pool, number, bytes);
             if number > 0 {

@@ -11,9 +11,10 @@ use tssd_format::Archive;
 use crate::control::layout::ArchiveName;
 use crate::daemon::delta_base::{DeltaBase, HeldArchive, retain_versions};
 use crate::daemon::delta_history::DeltaHistory;
+use crate::delta::layout::ElementLayout;
 use crate::error::{Error, Result};
 use crate::io::sync::Lock;
-use crate::net::encoding::{self, Accepted, ElementLayout};
+use crate::net::encoding::{self, Accepted};
 use crate::net::wire::{Data, Encodings, Range};
 use crate::shm::{Pool, Retain};
 
@@ -169,10 +170,10 @@ impl ReadEncoder {
     ///
     /// If that one is deleted, the next version that is deleted is retained: the other daemon may request differences again.
     pub(crate) fn has_base(&self, blob: &str, base: &str) -> bool {
-        if !is_same_key(blob, base) {
+        let Some(name) = ArchiveName::parse(blob).filter(|_| is_same_key(blob, base)) else {
             return false;
-        }
-        self.history.record_request(blob);
+        };
+        self.history.record_request(name.prefix());
         if self.pool.span(base).is_some() {
             return true;
         }
@@ -181,7 +182,7 @@ impl ReadEncoder {
     }
 
     /// Returns the layout of an archive in memory. `None` if it is not complete.
-    fn layout(&self, blob: &str) -> Result<Option<Arc<ElementLayout>>> {
+    pub(crate) fn layout(&self, blob: &str) -> Result<Option<Arc<ElementLayout>>> {
         if let Some(layout) = self.layouts.lock().get(blob) {
             return Ok(Some(layout.clone()));
         }

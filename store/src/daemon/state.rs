@@ -24,7 +24,7 @@ use super::replicas;
 use crate::blob::Volume;
 use crate::blob::backend::DirectoryVolume;
 use crate::control::Peers;
-use crate::daemon::bucket_sync::{Bucket, BucketReplicator};
+use crate::daemon::bucket_sync::{Bucket, BucketReplicator, UploadOptions};
 use crate::daemon::chunk_verifier::ChunkVerifier;
 use crate::daemon::connected_runs::{ConnectedRuns, SharedRuns};
 use crate::daemon::control_plane::{ControlPlane, LeasedVersion};
@@ -168,7 +168,11 @@ impl DaemonState {
         let new_replicator = |own: &LocalController, bucket: Option<Bucket>| {
             let (store, shown) = bucket.map(|bucket| (bucket.controller(), bucket.url))?;
             let (own, replicas) = (own.clone(), tiers.replicas.clone());
-            Some(BucketReplicator::new(store, shown, own, replicas, options.bucket_rate))
+            let upload = UploadOptions {
+                bytes_per_second: options.bucket_rate,
+                deltas: options.bucket_deltas,
+            };
+            Some(BucketReplicator::new(store, shown, own, replicas, upload))
         };
         let (control_plane, replicator): (Arc<dyn ControlPlane>, _) =
             match (&options.controller, &options.meta, own) {

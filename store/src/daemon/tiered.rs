@@ -112,6 +112,14 @@ impl TieredVolume {
             // An empty file cannot be mapped.
             return Err(Error::new(ErrorKind::Corrupt, format_args!("`{name}` is empty")));
         }
+        let opened = directory.open(name)?;
+        let size = opened.map(|archive| archive.blob.size()).transpose();
+        if size.map_err(|error| Error::io(name, error))?.is_some_and(|size| size != len) {
+            let text = format_args!(
+                "`{name}` is stored as a delta: serve its directory with --bucket file:DIR instead of --root"
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         Ok(Some(BlobLocation::Local(self.pool.add_file(name, file.into(), len))))
     }
 }

@@ -220,6 +220,8 @@ pub struct Commit {
     pub archives: Vec<ArchiveReference>,
     /// Session of the process that holds the archives, if they end with that process.
     pub replica_session: Option<SessionId>,
+    /// The version from whose archives these are stored as deltas. `None` if they are stored whole.
+    pub base: Option<VersionId>,
     /// The current time.
     pub now: Timestamp,
 }
@@ -325,4 +327,11 @@ pub enum Effect {
         /// The version's number.
         number: u64,
     },
+}
+
+impl Effect {
+    /// Whether it deletes the data of a version.
+    pub(crate) fn is_deletion_of(&self, version: VersionId) -> bool {
+        matches!(self, Self::Delete { id, .. } if *id == version)
+    }
 }

@@ -13,8 +13,9 @@ use super::writers::WriterSet;
 
 impl State {
     pub(super) fn commit(&mut self, commit: Commit) -> Result<Outcome, Refusal> {
-        let Commit { id, writer, job, digest, archives, replica_session, now } = commit;
+        let Commit { id, writer, job, digest, archives, replica_session, base, now } = commit;
         self.refuse_fenced(job.as_ref())?;
+        self.refuse_deleted_base(id, writer, base)?;
         let version = self.version_by_id_mut(id)?;
         version.refuse_dropped()?;
         version.refuse_other_job(job.as_ref())?;
@@ -29,7 +30,8 @@ impl State {
             Some(Contribution::Committed { .. }) => {}
             Some(begun) => {
                 let holders = replica_session.into_iter().collect();
-                *begun = Contribution::Committed { digest, archives, replica_sessions: holders };
+                *begun =
+                    Contribution::Committed { digest, archives, replica_sessions: holders, base };
             }
         }
         version.sessions.remove(&writer);
@@ -38,6 +40,31 @@ impl State {
             version.status = Status::Verifying { since: now };
         }
         Ok(Outcome::Committed { visible: version.manifest().is_some(), missing })
+    }
+
+    /// Refuses the base of a new contribution whose data is deleted, or may be deleted now.
+    fn refuse_deleted_base(
+        &self,
+        id: VersionId,
+        writer: u32,
+        base: Option<VersionId>,
+    ) -> Result<(), Refusal> {
+        let Some(base) = base else { return Ok(()) };
+        let contribution = |version: &Version| version.contributions.get(&writer).cloned();
+        if self.version_by_id(id).and_then(contribution) != Some(Contribution::Begun) {
+            return Ok(());
+        }
+        let is_kept = |id| !self.pending_effects().iter().any(|effect| effect.is_deletion_of(id));
+        // Archives that end with a process are no bases.
+        let is_stored = |version: &&Version| {
+            version.manifest().is_some()
+                && version.contributions.values().all(|it| it.replica_sessions().next().is_none())
+        };
+        let usable = self.version_by_id(base).filter(is_stored);
+        if usable.is_some_and(|version| is_kept(version.id)) {
+            return Ok(());
+        }
+        Err(Refusal::BaseDeleted { base })
     }
 
     pub(super) fn abort(&mut self, id: VersionId, writer: u32) -> Outcome {

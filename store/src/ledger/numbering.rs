@@ -168,10 +168,12 @@ impl State {
         if open.len() >= MAX_OPEN {
             return ids(open);
         }
-        let is_deletion =
-            |it: &&Version| matches!(self.pending_effect(it), Some(Effect::Delete { .. }));
-        let deletions: Vec<_> = self.versions().filter(is_deletion).collect();
-        if deletions.len() >= MAX_PENDING_DELETIONS { ids(deletions) } else { Vec::new() }
+        let deletions = self.pending_effects().into_iter().filter_map(|effect| match effect {
+            Effect::Delete { id, .. } => Some(id),
+            Effect::Verify { .. } => None,
+        });
+        let deletions: Vec<VersionId> = deletions.collect();
+        if deletions.len() >= MAX_PENDING_DELETIONS { deletions } else { Vec::new() }
     }
 
     fn version_at(&self, epoch: u32, number: u64) -> Option<&Version> {

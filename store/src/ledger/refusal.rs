@@ -249,6 +249,11 @@ pub enum Refusal {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         process: Option<RunProcess>,
     },
+    /// The version from which a contribution is stored as a delta is deleted, or may be deleted or lost at any time.
+    BaseDeleted {
+        /// Its identity.
+        base: VersionId,
+    },
     /// The version is not fully committed, so it can be neither verified nor rejected.
     NotFullyCommitted {
         /// The version's number.
@@ -353,6 +358,9 @@ impl Refusal {
                 write!(f, "writer {writer} has committed {committed} to version {number} already")?;
                 process.as_ref().map_or(Ok(()), |process| write!(f, ": {process} has put it"))
             }
+            Self::BaseDeleted { base } => {
+                write!(f, "version {base}, the base of the contribution, is deleted")
+            }
             Self::NotFullyCommitted { number, missing } => {
                 write!(f, "writers {missing} have not committed to version {number}")
             }
@@ -415,6 +423,7 @@ impl Refusal {
             Self::DataDeleted { .. } => "use a newer version",
             Self::UnknownVersion { .. } => "begin again",
             Self::NotBegun { .. } => "begin before you commit, and again after an abort",
+            Self::BaseDeleted { .. } => "store the archives whole",
             Self::NotFullyCommitted { .. } => "verify it when they have",
             Self::ManifestDiffers { .. } => "discard this one: a visible version never changes",
             Self::AlreadyVisible { .. } => "it never changes: it can only be deleted",

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::OPEN_TIMEOUT;
-use super::command::{Effect, Outcome};
+use super::command::Outcome;
 use super::identity::{Timestamp, VersionId};
 use super::refusal::{Reason, Refusal};
 use super::selector::Selection;
@@ -91,12 +91,10 @@ impl State {
 
     pub(super) fn reclaimed(&mut self, id: VersionId) -> Result<Outcome, Refusal> {
         if let Some(version) = self.version_by_id(id) {
-            match self.pending_effect(version) {
-                Some(Effect::Delete { .. }) => self.replace_with_tombstone(id),
-                _ => {
-                    return Err(Refusal::InUse { number: version.number });
-                }
+            if !self.pending_effects().iter().any(|effect| effect.is_deletion_of(id)) {
+                return Err(Refusal::InUse { number: version.number });
             }
+            self.replace_with_tombstone(id);
         }
         Ok(Outcome::Done)
     }

@@ -251,17 +251,38 @@ impl State {
         self.pins.values().any(|pinned| *pinned == id)
     }
 
-    /// Returns the pending effect of a version.
-    pub(super) fn pending_effect(&self, version: &Version) -> Option<Effect> {
-        let Version { id, epoch, number, .. } = *version;
-        match version.status {
-            Status::Open { .. } | Status::Visible { .. } => None,
-            Status::Verifying { .. } => Some(Effect::Verify { id }),
-            Status::Retired { .. } if self.is_held(id) => None,
-            Status::Retired { .. } | Status::Dropped { .. } => {
-                Some(Effect::Delete { id, epoch, number })
+    /// Returns the pending effects of all versions, in their order.
+    pub(super) fn pending_effects(&self) -> Vec<Effect> {
+        let bases = self.bases_in_use();
+        let effect = |version: &Version| {
+            let Version { id, epoch, number, .. } = *version;
+            match version.status {
+                Status::Open { .. } | Status::Visible { .. } => None,
+                Status::Verifying { .. } => Some(Effect::Verify { id }),
+                Status::Retired { .. } if self.is_held(id) || bases.contains(&id) => None,
+                Status::Retired { .. } | Status::Dropped { .. } => {
+                    Some(Effect::Delete { id, epoch, number })
+                }
+            }
+        };
+        self.versions().filter_map(effect).collect()
+    }
+
+    /// Returns the versions from which the archives of readable versions are computed.
+    fn bases_in_use(&self) -> BTreeSet<VersionId> {
+        let is_readable = |version: &&Version| {
+            version.is_open() || version.is_visible() || self.is_held(version.id)
+        };
+        let mut bases = BTreeSet::new();
+        let mut pending: Vec<&Version> = self.versions().filter(is_readable).collect();
+        while let Some(version) = pending.pop() {
+            for base in version.bases() {
+                if bases.insert(base) {
+                    pending.extend(self.version_by_id(base));
+                }
             }
         }
+        bases
     }
 
     /// Returns the version with this identity, if it has data.

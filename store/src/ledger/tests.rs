@@ -24,6 +24,8 @@ struct TestLedger {
     last_id: u128,
     /// The session that holds the archives that are committed.
     replica_session: Option<SessionId>,
+    /// The version from whose archives those are stored as deltas that are committed.
+    base: Option<VersionId>,
     /// What each begin says about runs.
     run_statuses: BTreeMap<RunId, RunStatus>,
 }
@@ -87,6 +89,7 @@ impl TestLedger {
             digest: ArchiveDigest([contents; 16]),
             archives: vec![ArchiveReference { name: format!("{id}.{}", put.writer), file_len: 1 }],
             replica_session: self.replica_session,
+            base: self.base,
             now: Timestamp(self.now),
         }))
     }

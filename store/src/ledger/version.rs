@@ -84,6 +84,9 @@ pub enum Contribution {
         /// The first is the process to which the writer put them, unless it has ended.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         replica_sessions: Vec<SessionId>,
+        /// The version from whose archives these are stored as deltas. `None` if they are stored whole.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        base: Option<VersionId>,
     },
 }
 
@@ -185,6 +188,14 @@ impl Contribution {
         sessions.into_iter().flatten().copied()
     }
 
+    /// Returns the version from whose archives these are stored as deltas.
+    pub fn base(&self) -> Option<VersionId> {
+        match self {
+            Self::Begun => None,
+            Self::Committed { base, .. } => *base,
+        }
+    }
+
     /// Adds a session that holds a replica of the archives. Does nothing if the archives do not depend on sessions.
     pub(super) fn add_replica(&mut self, session: SessionId) {
         if let Self::Committed { replica_sessions, .. } = self
@@ -232,6 +243,11 @@ impl Version {
     /// Whether the version must be uploaded to a bucket and is not yet.
     pub fn is_upload_pending(&self) -> bool {
         self.durability == Durability::Object && !self.uploaded
+    }
+
+    /// Returns the versions from whose archives some of this one are stored as deltas.
+    pub fn bases(&self) -> impl Iterator<Item = VersionId> {
+        self.contributions.values().filter_map(Contribution::base)
     }
 
     /// Returns its manifest, if the version is visible or retired.

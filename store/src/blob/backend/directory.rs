@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tssd_format::{JobChecksums, WriteJob};
 
-use crate::blob::{Part, Reservation, Volume};
+use crate::blob::{OpenArchive, Part, Reservation, Volume, resolve_deltas};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::{BUFFER_BYTES, Disk, NewFile};
 use crate::io::local_archive::LocalArchive;
@@ -75,7 +75,20 @@ impl Volume for DirectoryVolume {
     }
 
     fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
-        self.with_path(name, |path| self.disk.open(path))
+        let opened = self.open_all(&[name.to_owned()])?.and_then(|mut all| all.pop());
+        Ok(opened.map(OpenArchive::into_local))
+    }
+
+    fn open_all(&self, names: &[String]) -> Result<Option<Vec<OpenArchive>>> {
+        let open = |names: &[String]| {
+            let open = |name: &String| self.with_path(name, |path| self.disk.open(path));
+            let opened = names.iter().map(|name| Ok(open(name)?.map(OpenArchive::Local)));
+            opened.collect::<Result<Vec<Option<OpenArchive>>>>()
+        };
+        let Some(stored) = open(names)?.into_iter().collect::<Option<Vec<OpenArchive>>>() else {
+            return Ok(None);
+        };
+        resolve_deltas(names, stored, open).map(Some)
     }
 
     fn delete(&self, name: &str) -> Result<()> {

@@ -13,7 +13,7 @@ use tssd_format::{Blob, MANIFEST_NAME};
 
 use self::fetch::BucketReader;
 use self::upload::{BufferPool, MultipartUpload, SingleUpload};
-use crate::blob::{OpenArchive, RemoteArchive, Reservation, Volume};
+use crate::blob::{OpenArchive, RemoteArchive, Reservation, Volume, resolve_deltas};
 use crate::error::{ErrorKind, Result};
 use crate::io::bucket::{Bucket, optional, retry};
 use crate::io::disk::TEMPORARY_PREFIX;
@@ -203,12 +203,22 @@ impl Volume for ObjectVolume {
     }
 
     fn open(&self, name: &str) -> Result<Option<LocalArchive>> {
-        Ok(self.open_remote(&[name.to_owned()])?.pop().flatten().map(LocalArchive::new))
+        let opened = self.open_all(&[name.to_owned()])?.and_then(|mut all| all.pop());
+        Ok(opened.map(OpenArchive::into_local))
     }
 
     fn open_all(&self, names: &[String]) -> Result<Option<Vec<OpenArchive>>> {
-        let all: Option<Vec<RemoteArchive>> = self.open_remote(names)?.into_iter().collect();
-        Ok(all.map(|all| all.into_iter().map(OpenArchive::Remote).collect()))
+        let open = |names: &[String]| {
+            let opened = self.open_remote(names)?;
+            Ok(opened
+                .into_iter()
+                .map(|archive| archive.map(OpenArchive::Remote))
+                .collect::<Vec<_>>())
+        };
+        let Some(stored) = open(names)?.into_iter().collect::<Option<Vec<OpenArchive>>>() else {
+            return Ok(None);
+        };
+        resolve_deltas(names, stored, open).map(Some)
     }
 
     fn delete(&self, name: &str) -> Result<()> {

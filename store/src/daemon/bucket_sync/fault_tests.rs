@@ -4,16 +4,19 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::TryStreamExt;
 use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStore};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tssd_format::{StateDict, Tensor, TorchStoreStateDict};
 
-use super::{Bucket, BucketReplicator};
+use super::{Bucket, BucketReplicator, UploadOptions};
 use crate::Store;
 use crate::blob::backend::MemoryVolume;
 use crate::blob::{OpenArchive, Reservation, Volume};
+use crate::control::layout::is_archive;
 use crate::control::{ArchivePlacement, Proposal};
 use crate::daemon::remote_blobs::RemoteBlobIndex;
 use crate::daemon::tiered::TieredVolume;
@@ -43,7 +46,18 @@ fn dict(number: u64) -> StateDict {
     let mut dict = StateDict::new();
     dict.insert("number", number.cast_signed());
     dict.insert("words", Tensor::from_slice(&[number; 1000], &[1000]).unwrap());
+    // Between two versions, 1 % of these elements change.
+    let weights: Vec<u16> =
+        (0..200_000_u64).map(|at| u16::from(at % 200 == number % 200) + 0x3c00).collect();
+    dict.insert("weights", Tensor::from_slice(&weights, &[200_000]).unwrap());
     dict
+}
+
+/// Returns the sizes of the archives in the bucket in bytes.
+async fn archive_sizes(faulty: &FaultyBucket) -> Vec<u64> {
+    let objects: Vec<ObjectMeta> = faulty.list(None).try_collect().await.unwrap();
+    let has_archive = |object: &&ObjectMeta| object.location.filename().is_some_and(is_archive);
+    objects.iter().filter(has_archive).map(|object| object.size).collect()
 }
 
 fn bucket(faulty: &Arc<FaultyBucket>) -> crate::io::bucket::Bucket {
@@ -112,7 +126,7 @@ async fn upload_survives_fault_at_every_request() {
     let faulty = Arc::default();
     let daemon = TestDaemon::start(&faulty).await;
     let store = daemon.connect().await;
-    let (mut number, mut happened) = (0, 0);
+    let (mut number, mut happened, mut deltas) = (0, 0, 0);
     for fault in TRANSIENT_FAULTS {
         for at in 0.. {
             number += 1;
@@ -125,12 +139,16 @@ async fn upload_survives_fault_at_every_request() {
             assert!(report.visible && report.stored, "{fault:?} at {at}: {report:?}");
             let other_store = Store::from_bucket(bucket(&faulty));
             assert_eq!(newest(&other_store).await, number, "{fault:?} at {at}");
+            let sizes = archive_sizes(&faulty).await;
+            assert!(sizes.iter().any(|size| *size > 400_000), "no anchor: {sizes:?}");
+            deltas += usize::from(sizes.iter().any(|size| *size < 50_000));
             if at >= count {
                 break;
             }
         }
     }
     assert!(happened > 60, "{happened}");
+    assert!(deltas > happened / 2, "{deltas} of {number}");
     drop(store);
     daemon.end().await;
 }
@@ -139,8 +157,14 @@ async fn upload_survives_fault_at_every_request() {
 async fn restore_survives_fault_at_every_request() {
     let faulty = Arc::default();
     let daemon = TestDaemon::start(&faulty).await;
-    put(&daemon.connect().await, 1).await.unwrap();
+    let store = daemon.connect().await;
+    for number in 1..=3 {
+        put(&store, number).await.unwrap();
+    }
+    drop(store);
     daemon.end().await;
+    let sizes = archive_sizes(&faulty).await;
+    assert_eq!(sizes.iter().filter(|size| **size < 50_000).count(), 2, "{sizes:?}");
     let mut happened = 0;
     for fault in TRANSIENT_FAULTS {
         for at in 0.. {
@@ -151,7 +175,7 @@ async fn restore_survives_fault_at_every_request() {
             let (count, is_injected) = faulty.request_stats();
             faulty.clear_fault();
             happened += usize::from(is_injected);
-            assert_eq!(found, 1, "{fault:?} at {at}");
+            assert_eq!(found, 3, "{fault:?} at {at}");
             drop(store);
             daemon.end().await;
             if at >= count {
@@ -263,7 +287,7 @@ async fn commit_without_reply_is_uploaded_later() {
         "s3://test".to_owned(),
         own.clone(),
         replicas,
-        None,
+        UploadOptions::default(),
     );
     let (place, _) = own.open(&key(), &proposal(), || true).await.unwrap();
     let archive = TorchStoreStateDict::from_state_dict(&dict(1)).unwrap();

@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::BucketReplicator;
+use bytes::Bytes;
+
+use super::{BucketReplicator, EncodedContribution};
 use crate::control::{ArchivePlacement, CommittedContribution, Progress};
 use crate::daemon::tiered::write_durable;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::exec::backoff;
 use crate::io::sync::{Lock, watch};
-use crate::ledger::{Version, VersionId, WriterSet};
+use crate::ledger::{Refusal, Version, VersionId, WriterSet};
 use crate::net::wire::Failure;
 use crate::shm::Pool;
 use crate::status::UploadStatus;
@@ -26,13 +28,14 @@ pub(crate) type UploadReceiver = watch::Receiver<Option<Result<Progress, Failure
 
 /// The upload of one contribution to the bucket.
 pub(crate) struct Upload {
-    contributed: CommittedContribution,
+    contributed: Arc<CommittedContribution>,
     pool: Arc<Pool>,
     /// Names of its archives, held in the pool until the drop.
     names: Vec<String>,
     since: Instant,
-    /// Bytes sent in the current try.
+    /// Bytes sent in the current try, and bytes to send.
     sent: Arc<AtomicU64>,
+    total: AtomicU64,
     /// Number of failed tries, and the last error.
     failed: Lock<(u32, String)>,
     outcome: watch::Sender<Option<Result<Progress, Failure>>>,
@@ -43,12 +46,14 @@ impl Upload {
     pub(crate) fn new(contributed: CommittedContribution, pool: Arc<Pool>) -> Self {
         let names = contributed.paths();
         pool.hold(&names);
+        let total = contributed.lens.iter().copied().fold(0, u64::saturating_add);
         Self {
-            contributed,
+            contributed: Arc::new(contributed),
             pool,
             names,
             since: Instant::now(),
             sent: Arc::default(),
+            total: AtomicU64::new(total),
             failed: Lock::default(),
             outcome: watch::channel(None).0,
         }
@@ -78,9 +83,9 @@ impl Upload {
         self.contributed.placement.number
     }
 
-    /// Returns the length of all archives in bytes.
+    /// Returns the number of bytes to send: those of all archives, unless they are sent as deltas.
     pub(crate) fn bytes(&self) -> u64 {
-        self.contributed.lens.iter().copied().fold(0, u64::saturating_add)
+        self.total.load(Ordering::Relaxed)
     }
 
     pub(crate) fn status(&self) -> UploadStatus {
@@ -154,7 +159,7 @@ impl Upload {
 
     /// Runs one try of the upload.
     async fn try_once(&self, replicator: &BucketReplicator) -> Result<Progress> {
-        let CommittedContribution { placement, writers, digest, lens } = &self.contributed;
+        let CommittedContribution { placement, writers, digest, lens } = &*self.contributed;
         let version = self.wanted_version(replicator).await?;
         if version.uploaded {
             return Ok(Progress { visible: true, missing: WriterSet::default() });
@@ -171,14 +176,32 @@ impl Upload {
         replicator.sync(&placement.key).await?;
         let (copy, committed) =
             replicator.bucket.open_copy(placement, writers.clone(), OPEN_TIMEOUT).await?;
+        let mut encoded = None;
         if committed.is_none() {
+            encoded = replicator.encode(&self.contributed).await?;
             self.sent.store(0, Ordering::Relaxed);
+            let raw_bytes = lens.iter().copied().fold(0, u64::saturating_add);
+            let bytes = encoded.as_ref().map_or(raw_bytes, EncodedContribution::bytes);
+            self.total.store(bytes, Ordering::Relaxed);
             for number in 0..lens.len() {
-                self.copy_archive(replicator, number, copy.path(number)).await?;
+                let encoded = encoded.as_ref().map(|encoded| encoded.archives[number].clone());
+                self.copy_archive(replicator, number, copy.path(number), encoded).await?;
             }
         }
         self.wanted_version(replicator).await?;
-        let progress = replicator.bucket.commit(&copy, *digest, lens).await?;
+        let base = encoded.as_ref().map(|encoded| encoded.base);
+        let committed = replicator.bucket.commit_stored(&copy, *digest, lens, base).await;
+        if base.is_some() && committed.is_err() {
+            replicator.chains.forget(&self.contributed);
+        }
+        if let Err(error) = &committed
+            && matches!(error.refusal(), Some(Refusal::BaseDeleted { .. }))
+        {
+            // The next try uploads the archives whole.
+            return Err(Error::new(ErrorKind::Busy, error));
+        }
+        let progress = committed?;
+        replicator.chains.record(&self.contributed, encoded.as_ref());
         if progress.visible {
             let stored = replicator.local.mark_stored(&placement.key, placement.id).await;
             // Removes the versions that it replaces in the bucket, and the version itself if it was deleted
@@ -194,17 +217,19 @@ impl Upload {
         Ok(progress)
     }
 
-    /// Copies one archive to the bucket.
+    /// Copies one archive to the bucket, as it is or encoded.
     async fn copy_archive(
         &self,
         replicator: &BucketReplicator,
         number: usize,
         to: String,
+        encoded: Option<Bytes>,
     ) -> Result<()> {
         let name = self.names[number].clone();
         let missing = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
         let blob = self.pool.open(&name).map_err(|error| Error::io(&name, error))?;
-        let bytes = blob.ok_or_else(missing)?.blob.bytes().cloned().ok_or_else(missing)?;
+        let raw = || blob.ok_or_else(missing)?.blob.bytes().cloned().ok_or_else(missing);
+        let bytes = encoded.map_or_else(raw, Ok)?;
         let (rate_limiter, sent) = (replicator.rate_limiter.clone(), self.sent.clone());
         let before = move |bytes: u64| {
             rate_limiter.wait(bytes);
@@ -212,7 +237,16 @@ impl Upload {
         };
         replicator
             .bucket
-            .run_on_volume(move |volume| write_durable(volume, &to, &bytes, &before))
+            .run_on_volume(move |volume| {
+                match write_durable(volume, &to, &bytes, &before) {
+                    // A try that was not committed has stored the archive in another way.
+                    Err(error) if error.kind() == ErrorKind::Busy => {
+                        volume.delete(&to)?;
+                        write_durable(volume, &to, &bytes, &before)
+                    }
+                    written => written,
+                }
+            })
             .await
     }
 }

@@ -7,7 +7,7 @@ use super::{Inner, Replicas, blob_key, version_folder};
 use crate::control::layout::ArchiveName;
 use crate::daemon::control_plane::ControlPlane;
 use crate::daemon::delta_base::{
-    DeltaBase, HeldArchive, newest_earlier, oldest_later, retain_versions,
+    DeltaBase, HeldArchive, RETENTION, newest_earlier, oldest_later, retain_versions,
 };
 use crate::daemon::replicas::partial::PartialReplica;
 use crate::daemon::replicas::progress::FetchProgress;
@@ -67,6 +67,13 @@ impl Replicas {
             (None, None) => None,
         };
         own.is_some_and(|own| own == base)
+    }
+
+    /// Has the version of a key retained that the next put replaces: its upload to the bucket may be a delta.
+    pub(crate) fn retain_base(&self, key: &Key) {
+        let prefix = format!("{}/", key.to_path());
+        self.pool.retain_deleted(&prefix, Retain::Superseded, Instant::now() + RETENTION);
+        self.encoder.history().record_request(prefix);
     }
 
     /// Derives the differences of retained archives from those that follow them. Then their memory is free.

@@ -192,6 +192,17 @@ impl LocalController {
         digest: ArchiveDigest,
         lens: &[u64],
     ) -> Result<Progress> {
+        self.commit_stored(place, digest, lens, None).await
+    }
+
+    /// As [`LocalController::commit`], for archives that are stored as deltas of those of a version.
+    pub(crate) async fn commit_stored(
+        &self,
+        place: &ArchivePlacement,
+        digest: ArchiveDigest,
+        lens: &[u64],
+        base: Option<VersionId>,
+    ) -> Result<Progress> {
         let ArchivePlacement { key, id, writer, job, .. } = place;
         let archive = |(number, len): (usize, &u64)| ArchiveReference {
             name: place.file_name(number),
@@ -206,6 +217,7 @@ impl LocalController {
             digest,
             archives: archives.clone(),
             replica_session,
+            base,
             now: self.now(),
         };
         let to_progress = |outcome| match outcome {

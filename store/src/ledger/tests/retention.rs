@@ -202,3 +202,47 @@ fn lease_only_changes_are_detected() {
     ledger.apply(Command::Pin { selector: Selector::Newest, label: label("best") }).unwrap();
     assert!(!before.differs_only_in_leases(&ledger.state));
 }
+
+/// A version whose archives are deltas needs those from which they are computed.
+#[test]
+fn bases_of_readable_versions_are_kept() {
+    let mut ledger = TestLedger::with_keep(1);
+    let put = |ledger: &mut TestLedger, number, base| {
+        ledger.base = base;
+        let id = ledger.put(single_put(Some(number))).unwrap();
+        ledger.run_effects();
+        id
+    };
+    let anchor = put(&mut ledger, 1, None);
+    let second = put(&mut ledger, 2, Some(anchor));
+    let third = put(&mut ledger, 3, Some(second));
+    let ids = |ledger: &TestLedger| ledger.state.versions().map(|it| it.id).collect::<Vec<_>>();
+    assert_eq!((ids(&ledger), ledger.visible_numbers()), (vec![anchor, second, third], vec![3]));
+    // Their data is not deleted, and they cannot be read.
+    let refusal = ledger.apply(Command::Reclaimed { id: anchor }).unwrap_err();
+    assert_eq!(refusal, Refusal::InUse { number: 1 });
+    assert!(matches!(ledger.lease(1, Selector::Id(second)), Err(Refusal::NotFound { .. })));
+    // A lease holds all of them, and the next whole version replaces them.
+    ledger.lease(2, Selector::Id(third)).unwrap();
+    let whole = put(&mut ledger, 4, None);
+    assert_eq!(ids(&ledger), [anchor, second, third, whole]);
+    ledger.apply(Command::Release { lease: LeaseId(2) }).unwrap();
+    assert_eq!(pending(&ledger.state).len(), 3);
+    // A version that will be deleted is no base any more.
+    let next = single_put(Some(5));
+    let id = ledger.begin(next).unwrap();
+    for base in [anchor, third, id, VersionId(u128::MAX)] {
+        ledger.base = Some(base);
+        let refusal = ledger.commit(id, next, 7).unwrap_err();
+        assert_eq!(refusal, Refusal::BaseDeleted { base });
+    }
+    ledger.run_effects();
+    assert_eq!(ids(&ledger), [whole, id]);
+    ledger.base = Some(whole);
+    ledger.commit(id, next, 7).unwrap();
+    // A repeated commit succeeds, also if its base is deleted.
+    ledger.base = Some(anchor);
+    ledger.run_effects();
+    ledger.commit(id, next, 7).unwrap();
+    assert_eq!(ids(&ledger), [whole, id]);
+}

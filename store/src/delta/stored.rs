@@ -1,0 +1,181 @@
+//! Archives that are stored as the difference from another one (pure). Spec: `spec/reshard.md`, section 10.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use tssd_format::{Blob, ElementWidth, checksum};
+
+use crate::convert::{to_u64, to_usize};
+use crate::delta::layout::ElementLayout;
+use crate::delta::parts::{ENTRY_BYTES, Entry, MAX_PART_BYTES, PartEncoder};
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::parallel;
+
+/// The last bytes of an archive that is stored as a delta.
+const MAGIC: [u8; 8] = *b"TSSDDLT1";
+
+/// Length in bytes of the trailer: raw length, number of parts, length of the names, CRC-32 of the rest, and [`MAGIC`].
+const TRAILER_BYTES: usize = 28;
+
+/// Maximum bytes of the names of the bases.
+const MAX_NAMES_BYTES: u64 = 1 << 20;
+
+/// Raw bytes that one job encodes, at least.
+const JOB_BYTES: usize = 4 * MAX_PART_BYTES;
+
+/// The index of an archive that is stored as a delta.
+#[derive(Debug)]
+pub(crate) struct StoredDelta {
+    /// Length of the archive in bytes.
+    pub(crate) raw_len: u64,
+    /// The parts of the archive, in order.
+    pub(crate) parts: Vec<StoredPart>,
+    /// Names of the archives from which it is computed, the nearest first. The last one is stored whole.
+    pub(crate) bases: Vec<String>,
+}
+
+/// A part of an archive.
+#[derive(Debug)]
+pub(crate) struct StoredPart {
+    /// Its bytes in the archive.
+    pub(crate) raw: Range<u64>,
+    /// Its bytes in the delta.
+    pub(crate) stored: Range<u64>,
+    pub(crate) entry: Entry,
+}
+
+impl StoredDelta {
+    /// Reads the index of a delta. Returns `None` for an archive that is stored whole.
+    ///
+    /// # Errors
+    ///
+    /// `Io` if the blob cannot be read; `Corrupt` if the index is damaged.
+    pub(crate) fn read(name: &str, blob: &dyn Blob) -> Result<Option<Self>> {
+        let failed = |error| Error::io(name, error);
+        let corrupt = |text: &str| Error::new(ErrorKind::Corrupt, format_args!("`{name}`: {text}"));
+        let len = blob.size().map_err(failed)?;
+        let Some(end) = len.checked_sub(to_u64(TRAILER_BYTES)) else { return Ok(None) };
+        let mut trailer = [0; TRAILER_BYTES];
+        blob.read_exact_at(&mut trailer, end).map_err(failed)?;
+        let (fields, magic) = trailer.split_at(TRAILER_BYTES - MAGIC.len());
+        if magic != MAGIC {
+            return Ok(None);
+        }
+        let word = |at: usize| u32::from_le_bytes(fields[at..at + 4].try_into().expect("4 bytes"));
+        let raw_len = u64::from_le_bytes(fields[..8].try_into().expect("8 bytes"));
+        let (parts, names_len) = (u64::from(word(8)), u64::from(word(12)));
+        let table_len = parts * to_u64(ENTRY_BYTES);
+        let start = end.checked_sub(table_len + names_len).filter(|_| names_len <= MAX_NAMES_BYTES);
+        let start =
+            start.ok_or_else(|| corrupt("the table of a delta is longer than the delta"))?;
+        let mut index = vec![0; to_usize(table_len + names_len)];
+        blob.read_exact_at(&mut index, start).map_err(failed)?;
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&index);
+        crc.update(&fields[..16]);
+        if crc.finalize() != word(16) {
+            return Err(corrupt("the checksum of the table of a delta differs"));
+        }
+        let (table, names) = index.split_at(to_usize(table_len));
+        let bases: Vec<String> = serde_json::from_slice(names)
+            .map_err(|error| corrupt(&format!("the names of the bases: {error}")))?;
+        let (mut raw, mut stored, mut list) = (0, 0, Vec::new());
+        for entry in table.as_chunks::<ENTRY_BYTES>().0 {
+            let entry =
+                Entry::parse(entry).ok_or_else(|| corrupt("an entry of a delta is invalid"))?;
+            let (raw_end, stored_end) =
+                (raw + to_u64(entry.raw_len), stored + to_u64(entry.stored_len));
+            list.push(StoredPart { raw: raw..raw_end, stored: stored..stored_end, entry });
+            (raw, stored) = (raw_end, stored_end);
+        }
+        if raw != raw_len || stored != start || bases.is_empty() {
+            return Err(corrupt("the table of a delta does not describe its bytes"));
+        }
+        Ok(Some(Self { raw_len, parts: list, bases }))
+    }
+
+    /// Encodes an archive as the difference from its base. Returns `None` if that takes more than `max_len` bytes.
+    ///
+    /// `read_base` returns bytes of the base, which has the same length, or `None` if they are not in memory any more. `bases`
+    /// are the names of the base and of its own bases.
+    ///
+    /// # Errors
+    ///
+    /// `Io` without memory for the encoder.
+    pub(crate) fn encode(
+        layout: &ElementLayout,
+        raw: &[u8],
+        read_base: impl Fn(Range<u64>) -> Option<Bytes> + Sync,
+        bases: &[String],
+        max_len: u64,
+    ) -> Result<Option<Vec<u8>>> {
+        let stored_bytes = AtomicU64::new(0);
+        let encode = |job: Vec<(Range<usize>, ElementWidth)>| {
+            let mut encoder = PartEncoder::new(true)?;
+            for (part, width) in job {
+                let before = encoder.stored.len();
+                let base = read_base(to_u64(part.start)..to_u64(part.end));
+                let Some(base) = base.filter(|base| base.len() == part.len()) else {
+                    return Ok(None);
+                };
+                encoder.push(&raw[part], Some(&base), width)?;
+                let added = to_u64(encoder.stored.len() - before);
+                if stored_bytes.fetch_add(added, Ordering::Relaxed) + added > max_len {
+                    return Ok(None);
+                }
+            }
+            Ok::<_, Error>(Some(encoder))
+        };
+        let encoded = parallel::map(jobs(layout, raw.len()), encode)?;
+        let Some(encoded) = encoded.into_iter().collect::<Option<Vec<PartEncoder>>>() else {
+            return Ok(None);
+        };
+        let (mut file, mut index, mut parts) = (Vec::new(), Vec::new(), 0_u32);
+        for encoder in encoded {
+            file.extend_from_slice(&encoder.stored);
+            for entry in &encoder.entries {
+                entry.write(&mut index);
+                parts += 1;
+            }
+        }
+        let names = serde_json::to_vec(bases).expect("strings are JSON");
+        index.extend_from_slice(&names);
+        let mut fields = Vec::with_capacity(TRAILER_BYTES);
+        fields.extend(to_u64(raw.len()).to_le_bytes());
+        fields.extend(parts.to_le_bytes());
+        fields.extend(u32::try_from(names.len()).expect("names are short").to_le_bytes());
+        let crc = checksum(&[&index[..], &fields].concat());
+        fields.extend(crc.to_le_bytes());
+        fields.extend(MAGIC);
+        file.extend(index);
+        file.extend(fields);
+        Ok((to_u64(file.len()) <= max_len).then_some(file))
+    }
+
+    /// Returns the numbers of the parts that contain bytes of a range.
+    pub(crate) fn parts_in(&self, range: &Range<u64>) -> Range<usize> {
+        let first = self.parts.partition_point(|part| part.raw.end <= range.start);
+        let end = self.parts.partition_point(|part| part.raw.start < range.end);
+        first.min(end)..end
+    }
+}
+
+/// Divides an archive into parts, and these into jobs.
+fn jobs(layout: &ElementLayout, len: usize) -> Vec<Vec<(Range<usize>, ElementWidth)>> {
+    let (mut jobs, mut job, mut job_start, mut at) = (Vec::new(), Vec::new(), 0, 0);
+    for (len, width) in layout.widths(to_u64(len)) {
+        let end = at + len;
+        while at < end {
+            let part = at..end.min(at + MAX_PART_BYTES);
+            at = part.end;
+            job.push((part, width));
+            if at - job_start >= JOB_BYTES {
+                jobs.push(std::mem::take(&mut job));
+                job_start = at;
+            }
+        }
+    }
+    jobs.extend(Some(job).filter(|job| !job.is_empty()));
+    jobs
+}

@@ -70,7 +70,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "COUNT", requires = "bucket", default_value = "32")]
     anchor_every: NonZeroU32,
     /// Upload a version whole when the deltas since the last whole one have this size, in percent of a version
-    #[arg(long, value_name = "PERCENT", requires = "bucket", default_value = "25")]
+    #[arg(long, value_name = "PERCENT", requires = "bucket", default_value = "25",
+        value_parser = clap::value_parser!(u32).range(..=100))]
     anchor_share: u32,
     /// Maximum rate at which the daemon sends to other hosts, in bytes per second
     #[arg(long, value_name = "SIZE", requires = "listen")]

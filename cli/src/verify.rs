@@ -137,8 +137,17 @@ fn list_inputs(path: &Path) -> Result<Vec<Input>> {
         is_document,
         known_damage: Vec::new(),
     };
-    for archive in archives {
-        inputs.insert(archive.clone(), input(&archive, true));
+    // Of versions that are stored as deltas, `scrub` verifies the contents.
+    let deltas: Vec<&PathBuf> =
+        archives.iter().filter(|path| tssd_store::is_stored_delta(path)).collect();
+    let folders: BTreeSet<&Path> = deltas.iter().filter_map(|path| path.parent()).collect();
+    for archive in &archives {
+        let is_manifest = archive.ends_with(MANIFEST_NAME);
+        let is_in_delta =
+            is_manifest && archive.parent().is_some_and(|folder| folders.contains(folder));
+        if !is_in_delta && !deltas.contains(&archive) {
+            inputs.insert(archive.clone(), input(archive, true));
+        }
     }
     let defects = tssd_store::scrub(path).map_err(|error| store_failure(&error))?;
     let store_damage = defects.into_iter().map(|defect| {

@@ -15,7 +15,7 @@ pub use self::connect::ConnectOptions;
 pub use self::follower::Follower;
 pub use self::publisher::{Parts, Publisher};
 pub use self::reader::VersionReader;
-pub use self::scrub::{Defect, scrub};
+pub use self::scrub::{Defect, is_stored_delta, scrub};
 pub use self::store::{PrefetchReport, Store};
 pub use self::subscription::Subscription;
 pub use self::wait::{SeenVersion, WaitOptions};

@@ -45,7 +45,7 @@ mod testing;
 
 pub use api::{
     ConnectOptions, Defect, Follower, Parts, PrefetchReport, Publisher, SeenVersion, Store,
-    Subscription, VersionReader, WaitOptions, blocking, file, scrub,
+    Subscription, VersionReader, WaitOptions, blocking, file, is_stored_delta, scrub,
 };
 pub use control::VersionInfo;
 pub use credentials::Credentials;

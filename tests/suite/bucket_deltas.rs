@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use tssd_store::blocking::Store;
 use tssd_store::{BucketDeltas, Durability, ErrorKind, GetOptions, PutOptions, Selector};
+use tssd_tests::command::binary;
 use tssd_tests::test_daemon::TestDaemon;
 use tssd_tests::training_steps::key;
 
@@ -97,6 +99,19 @@ fn versions_are_uploaded_as_deltas() {
     let uploaded = daemon.metric("tssd_uploaded_bytes_total");
     assert!(uploaded < 2.5 * size as f64, "{uploaded}");
     assert!(tssd_store::scrub(bucket.path()).unwrap().is_empty());
+    // The command verifies the contents of deltas too.
+    let verify = || {
+        let mut command = Command::new(binary());
+        let output = command.args(["verify", "--quiet"]).arg(bucket.path()).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(verify(), "");
+    let path = archive_path(bucket.path(), 6);
+    let mut damaged = fs::read(&path).unwrap();
+    damaged[20_000] ^= 1;
+    fs::write(&path, damaged).unwrap();
+    let found = verify();
+    assert!(found.starts_with("DAMAGED") && found.contains("0-6-"), "{found}");
 }
 
 /// The archives from which a version is computed stay as long as it is readable.

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tokio::runtime::Builder;
-use tssd_format::MANIFEST_NAME;
+use tssd_format::{Archive, MANIFEST_NAME};
 
 use crate::blob::Volume;
 use crate::blob::backend::DirectoryVolume;
 use crate::control::layout::folder;
+use crate::delta::stored::StoredDelta;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::Disk;
 use crate::key::Key;
@@ -28,9 +29,10 @@ pub struct Defect {
     pub error: Error,
 }
 
-/// Compares the files of a directory with its ledgers, except for the contents of archives.
+/// Compares the files of a directory with its ledgers, except for the contents of whole archives.
 ///
-/// Archives contain checksums of their own ([`tssd_format::Archive::verify`]). Nothing is locked or
+/// Archives contain checksums of their own ([`tssd_format::Archive::verify`]). Archives that are stored as deltas cannot be
+/// verified by themselves, so this function verifies their contents too. Nothing is locked or
 /// changed, and other processes may use the directory meanwhile. A directory without a store has no
 /// ledgers, and so no defects.
 ///
@@ -41,6 +43,16 @@ pub fn scrub(root: impl AsRef<Path>) -> Result<Vec<Defect>> {
     let runtime = Builder::new_current_thread().build();
     let runtime = runtime.map_err(|error| Error::io("no runtime", error))?;
     runtime.block_on(Scrubber::new(root.as_ref()).run())
+}
+
+/// Returns whether a file of a store is the delta of an archive, and not an archive by itself.
+///
+/// Such an archive can be read through the store only. Returns false if the file cannot be read.
+pub fn is_stored_delta(path: impl AsRef<Path>) -> bool {
+    let Some(folder) = path.as_ref().parent() else { return false };
+    let opened = Disk::at(folder.to_owned()).open(path.as_ref());
+    let blob = opened.ok().flatten().map(|archive| archive.blob);
+    blob.is_some_and(|blob| StoredDelta::has_magic(&*blob))
 }
 
 struct Scrubber<'a> {
@@ -133,10 +145,15 @@ impl<'a> Scrubber<'a> {
         let opened = volume.open(name).map_err(|error| format!("it cannot be read: {error}"))?;
         let archive = opened.ok_or_else(|| "it is gone".to_owned())?;
         match archive.blob.size() {
-            Ok(len) if len == expected => Ok(()),
-            Ok(len) => Err(format!("it has {len} bytes, not {expected}")),
-            Err(error) => Err(format!("it cannot be read: {error}")),
+            Ok(len) if len == expected => {}
+            Ok(len) => return Err(format!("it has {len} bytes, not {expected}")),
+            Err(error) => return Err(format!("it cannot be read: {error}")),
         }
+        if !is_stored_delta(self.root.join(name)) {
+            return Ok(());
+        }
+        let archive = Archive::from_blob(archive.blob).map_err(|error| error.to_string())?;
+        archive.verify().map_err(|error| error.to_string())
     }
 
     fn check_manifest(&self, name: &str, expected: ArchiveDigest) -> Result<(), String> {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use tssd_format::{ChunkDecoder, DeltaDecoder, Runs};
@@ -25,8 +26,8 @@ const MAX_WIDTH: u64 = 4;
 /// Requests for bytes of archives that are made at the same time.
 const WINDOW: usize = 16;
 
-/// Maximum bytes of the parts of a delta that are kept for later reads.
-const MAX_KEPT_BYTES: usize = 64 << 20;
+/// Maximum bytes of the parts of all deltas of a version that are kept for later reads (256 MiB).
+const MAX_KEPT_BYTES: usize = 256 << 20;
 
 /// Replaces archives that are stored as deltas by readers of the whole archives.
 ///
@@ -52,13 +53,13 @@ pub(crate) fn resolve_deltas(
     }
     let bases: BTreeSet<String> = deltas.values().flat_map(|it| it.bases.clone()).collect();
     let bases: Vec<String> = bases.into_iter().collect();
-    let mut bases: BTreeMap<String, Option<OpenArchive>> =
+    let bases: BTreeMap<String, Option<OpenArchive>> =
         bases.iter().cloned().zip(open(&bases)?).collect();
-    let mut chains = BTreeMap::new();
+    let (mut chains, kept_bytes) = (BTreeMap::new(), Arc::default());
     for (name, archive) in names.iter().zip(&stored) {
         if let Some(delta) = deltas.remove(name) {
-            let mut find = |base: &str| bases.get_mut(base).and_then(|base| base.clone());
-            let chain = Chain::new(name, archive.clone(), delta, &mut find)?;
+            let find = |base: &str| bases.get(base).and_then(Clone::clone);
+            let chain = Chain::new(name, archive.clone(), delta, &find, &kept_bytes)?;
             chains.insert(Arc::from(name.as_str()), chain);
         }
     }
@@ -107,7 +108,9 @@ struct Link {
     archive: OpenArchive,
     delta: StoredDelta,
     /// Parts that were read, and their bytes: neighbouring reads need the same parts.
-    kept: Lock<(BTreeMap<usize, Bytes>, usize)>,
+    kept: Lock<BTreeMap<usize, Bytes>>,
+    /// Bytes of the kept parts of all links of the version.
+    kept_bytes: Arc<AtomicUsize>,
 }
 
 /// Stored bytes to read.
@@ -131,14 +134,15 @@ impl Chain {
         name: &str,
         archive: OpenArchive,
         delta: StoredDelta,
-        open: &mut dyn FnMut(&str) -> Option<OpenArchive>,
+        open: &dyn Fn(&str) -> Option<OpenArchive>,
+        kept_bytes: &Arc<AtomicUsize>,
     ) -> Result<Self> {
         let corrupt = |base: &str| {
             let text = format_args!("`{name}` is stored as a delta: `{base}` is not its base");
             Error::new(ErrorKind::Corrupt, text)
         };
         let (names, len) = (delta.bases.clone(), delta.raw_len);
-        let mut links = vec![Link { archive, delta, kept: Lock::default() }];
+        let mut links = vec![Link::new(archive, delta, kept_bytes)];
         for (number, base) in names.iter().enumerate() {
             let archive = open(base).ok_or_else(|| {
                 let text = format_args!(
@@ -156,7 +160,7 @@ impl Chain {
                     return Ok(Self { name: name.to_owned(), len, links, anchor: archive });
                 }
                 Some(delta) if delta.bases == rest && delta.raw_len == len => {
-                    links.push(Link { archive, delta, kept: Lock::default() });
+                    links.push(Link::new(archive, delta, kept_bytes));
                 }
                 _ => return Err(corrupt(base)),
             }
@@ -174,15 +178,22 @@ impl Chain {
 }
 
 impl Link {
+    fn new(archive: OpenArchive, delta: StoredDelta, kept_bytes: &Arc<AtomicUsize>) -> Self {
+        Self { archive, delta, kept: Lock::default(), kept_bytes: kept_bytes.clone() }
+    }
+
     fn keep(&self, number: usize, bytes: &Bytes) {
-        let mut kept = self.kept.lock();
-        let (parts, total) = &mut *kept;
-        if *total + bytes.len() > MAX_KEPT_BYTES {
+        if self.archive.local().is_some() {
+            return;
+        }
+        let mut parts = self.kept.lock();
+        if self.kept_bytes.load(Ordering::Relaxed) + bytes.len() > MAX_KEPT_BYTES {
+            let freed: usize = parts.values().map(Bytes::len).sum();
             parts.clear();
-            *total = 0;
+            self.kept_bytes.fetch_sub(freed, Ordering::Relaxed);
         }
         if parts.insert(number, bytes.clone()).is_none() {
-            *total += bytes.len();
+            self.kept_bytes.fetch_add(bytes.len(), Ordering::Relaxed);
         }
     }
 }
@@ -195,7 +206,7 @@ impl<'c> Pieces<'c> {
             let numbers = link.delta.parts_in(&range);
             let kept = link.kept.lock();
             let found =
-                numbers.clone().filter_map(|number| Some((number, kept.0.get(&number)?.clone())));
+                numbers.clone().filter_map(|number| Some((number, kept.get(&number)?.clone())));
             links.push((link, found.collect()));
             let is_difference = |part: &StoredPart| part.entry.form == Form::Difference;
             if !link.delta.parts[numbers].iter().any(is_difference) {

@@ -180,15 +180,14 @@ impl BucketReplicator {
         options: UploadOptions,
     ) -> Arc<Self> {
         let UploadOptions { bytes_per_second, deltas } = options;
-        let (pool, encoder) = (replicas.pool().clone(), replicas.encoder().cloned());
         Arc::new(Self {
             bucket,
             bucket_url: shown,
             local: own,
             pool: replicas.pool().clone(),
+            chains: Arc::new(UploadChains::new(replicas.clone(), deltas)),
             replicas,
             rate_limiter: Arc::new(RateLimiter::new(bytes_per_second)),
-            chains: Arc::new(UploadChains::new(pool, encoder, deltas)),
             queues: Lock::default(),
             upload_permits: Semaphore::new(MAX_UPLOADS),
             sync_lock: AsyncMutex::default(),

@@ -426,10 +426,15 @@ impl RemoteBlobIndex {
             let read = move |connections: &ConnectionPool| {
                 read_from(connections, &blob, request, &encodings)
             };
-            if let Ok(Some(mut read)) = self.call_daemon(&location.endpoint, name, read).await {
-                self.count_read(location.kind, read.moved_bytes());
-                read.sender = location.endpoint.to_string();
-                return Some(read);
+            match self.call_daemon(&location.endpoint, name, read).await {
+                Ok(Some(mut read)) => {
+                    self.count_read(location.kind, read.moved_bytes());
+                    read.sender = location.endpoint.to_string();
+                    return Some(read);
+                }
+                Ok(None) => {}
+                // The next reads ask the others first.
+                Err(_) => self.demote(name, &location),
             }
         }
         None

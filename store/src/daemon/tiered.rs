@@ -152,7 +152,11 @@ pub(crate) fn write_durable(
         return Ok(());
     }
     // A process that was killed before it recorded the blob may have written the same bytes. That is no conflict.
-    let existing = volume.open(name)?;
+    let existing = match volume.open(name) {
+        // It is stored as a delta whose bases are not there any more.
+        Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Overtaken) => None,
+        opened => opened?,
+    };
     if existing
         .is_some_and(|existing| existing.blob.bytes().is_some_and(|existing| existing == bytes))
     {

@@ -1,5 +1,6 @@
 //! Archives that are stored as the difference from another one (pure). Spec: `spec/reshard.md`, section 10.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,6 +21,9 @@ const TRAILER_BYTES: usize = 28;
 
 /// Maximum bytes of the names of the bases.
 const MAX_NAMES_BYTES: u64 = 1 << 20;
+
+/// Maximum number of bases.
+pub(crate) const MAX_BASES: usize = 1024;
 
 /// Raw bytes that one job encodes, at least.
 const JOB_BYTES: usize = 4 * MAX_PART_BYTES;
@@ -80,6 +84,10 @@ impl StoredDelta {
         let (table, names) = index.split_at(to_usize(table_len));
         let bases: Vec<String> = serde_json::from_slice(names)
             .map_err(|error| corrupt(&format!("the names of the bases: {error}")))?;
+        let distinct: BTreeSet<&String> = bases.iter().collect();
+        if !(1..=MAX_BASES).contains(&bases.len()) || distinct.len() < bases.len() {
+            return Err(corrupt("a delta has no bases, too many, or one of them twice"));
+        }
         let (mut raw, mut stored, mut list) = (0, 0, Vec::new());
         for entry in table.as_chunks::<ENTRY_BYTES>().0 {
             let entry =
@@ -89,10 +97,17 @@ impl StoredDelta {
             list.push(StoredPart { raw: raw..raw_end, stored: stored..stored_end, entry });
             (raw, stored) = (raw_end, stored_end);
         }
-        if raw != raw_len || stored != start || bases.is_empty() {
+        if raw != raw_len || stored != start {
             return Err(corrupt("the table of a delta does not describe its bytes"));
         }
         Ok(Some(Self { raw_len, parts: list, bases }))
+    }
+
+    /// Returns whether a blob ends as a delta does. Returns false if it cannot be read.
+    pub(crate) fn has_magic(blob: &dyn Blob) -> bool {
+        let mut magic = [0; MAGIC.len()];
+        let end = blob.size().ok().and_then(|len| len.checked_sub(to_u64(MAGIC.len())));
+        end.is_some_and(|end| blob.read_exact_at(&mut magic, end).is_ok()) && magic == MAGIC
     }
 
     /// Encodes an archive as the difference from its base. Returns `None` if that takes more than `max_len` bytes.
@@ -132,14 +147,17 @@ impl StoredDelta {
             return Ok(None);
         };
         let (mut file, mut index, mut parts) = (Vec::new(), Vec::new(), 0_u32);
-        for encoder in encoded {
-            file.extend_from_slice(&encoder.stored);
+        for mut encoder in encoded {
+            file.append(&mut encoder.stored);
             for entry in &encoder.entries {
                 entry.write(&mut index);
                 parts += 1;
             }
         }
         let names = serde_json::to_vec(bases).expect("strings are JSON");
+        if bases.len() > MAX_BASES || to_u64(names.len()) > MAX_NAMES_BYTES {
+            return Ok(None);
+        }
         index.extend_from_slice(&names);
         let mut fields = Vec::with_capacity(TRAILER_BYTES);
         fields.extend(to_u64(raw.len()).to_le_bytes());

@@ -10,7 +10,8 @@ use crate::control::CommittedContribution;
 use crate::convert::{to_u64, to_usize};
 use crate::daemon::delta_base::{DeltaBase, HeldArchive};
 use crate::daemon::read_encoder::ReadEncoder;
-use crate::delta::stored::StoredDelta;
+use crate::daemon::replicas::Replicas;
+use crate::delta::stored::{MAX_BASES, StoredDelta};
 use crate::error::{Error, Result};
 use crate::io::sync::Lock;
 use crate::key::Key;
@@ -20,6 +21,9 @@ use crate::shm::Pool;
 
 /// Smallest archive that is uploaded as a delta (256 KiB). The pool does not retain smaller ones.
 const MIN_DELTA_BYTES: u64 = 256 << 10;
+
+/// Maximum number of contributions that are remembered.
+const MAX_CHAINS: usize = 4096;
 
 /// Which versions a daemon uploads to its bucket whole. The others are uploaded as deltas of the version before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +43,7 @@ impl Default for BucketDeltas {
 /// The contributions that were uploaded last.
 pub(super) struct UploadChains {
     pool: Arc<Pool>,
+    replicas: Arc<Replicas>,
     /// `None` if all versions are uploaded whole.
     encoder: Option<Arc<ReadEncoder>>,
     policy: BucketDeltas,
@@ -79,13 +84,10 @@ impl EncodedContribution {
 }
 
 impl UploadChains {
-    pub(super) fn new(
-        pool: Arc<Pool>,
-        encoder: Option<Arc<ReadEncoder>>,
-        policy: BucketDeltas,
-    ) -> Self {
+    pub(super) fn new(replicas: Arc<Replicas>, policy: BucketDeltas) -> Self {
+        let (pool, encoder) = (replicas.pool().clone(), replicas.encoder().cloned());
         let encoder = encoder.filter(|_| policy.anchor_interval.get() > 1);
-        Self { pool, encoder, policy, chains: Lock::default() }
+        Self { pool, replicas, encoder, policy, chains: Lock::default() }
     }
 
     /// Whether versions are uploaded as deltas.
@@ -109,11 +111,16 @@ impl UploadChains {
         };
         let mut archives = Vec::with_capacity(chain.archives.len());
         let paths = contributed.paths();
+        // The daemon of the put encodes its archives. Another one may only store them whole.
+        if paths.iter().any(|name| self.replicas.is_replica(name)) {
+            return Ok(None);
+        }
         for ((name, len), base) in paths.iter().zip(&contributed.lens).zip(&chain.archives) {
             let limit = u128::from(*len) * u128::from(self.policy.max_percent) / 100;
             let limit = u64::try_from(limit).unwrap_or(u64::MAX).saturating_sub(base.delta_bytes);
             let count = to_u64(base.names.len());
-            let is_short = count < u64::from(self.policy.anchor_interval.get());
+            let max_count = u64::from(self.policy.anchor_interval.get()).min(to_u64(MAX_BASES));
+            let is_short = count < max_count;
             if base.len != *len || *len < MIN_DELTA_BYTES || !is_short {
                 return Ok(None);
             }
@@ -161,6 +168,12 @@ impl UploadChains {
         let bases = chains
             .remove(&key)
             .filter(|chain| encoded.is_some_and(|encoded| encoded.base == chain.version));
+        if encoded.is_some() != bases.is_some() {
+            return;
+        }
+        if chains.len() >= MAX_CHAINS {
+            chains.clear();
+        }
         let mut archives = Vec::new();
         for (number, (name, len)) in
             contributed.paths().into_iter().zip(&contributed.lens).enumerate()
@@ -173,6 +186,12 @@ impl UploadChains {
             archives.push(ChainArchive { len: *len, names, delta_bytes });
         }
         chains.insert(key, Chain { version: contributed.placement.id, archives });
+    }
+
+    /// Forgets what is recorded of the writer of a contribution, unless it is this contribution.
+    pub(super) fn forget_other_versions(&self, contributed: &CommittedContribution) {
+        let id = contributed.placement.id;
+        self.chains.lock().retain(|key, chain| *key != key_of(contributed) || chain.version == id);
     }
 
     /// Forgets a contribution: the next one is uploaded whole.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::{BucketReplicator, EncodedContribution};
+use crate::blob::Volume;
 use crate::control::{ArchivePlacement, CommittedContribution, Progress};
 use crate::daemon::tiered::write_durable;
 use crate::error::{Error, ErrorKind, Result};
@@ -176,16 +177,26 @@ impl Upload {
         replicator.sync(&placement.key).await?;
         let (copy, committed) =
             replicator.bucket.open_copy(placement, writers.clone(), OPEN_TIMEOUT).await?;
-        let mut encoded = None;
-        if committed.is_none() {
+        let (mut encoded, is_committed) = (None, committed.is_some());
+        if !is_committed {
             encoded = replicator.encode(&self.contributed).await?;
             self.sent.store(0, Ordering::Relaxed);
             let raw_bytes = lens.iter().copied().fold(0, u64::saturating_add);
             let bytes = encoded.as_ref().map_or(raw_bytes, EncodedContribution::bytes);
             self.total.store(bytes, Ordering::Relaxed);
             for number in 0..lens.len() {
-                let encoded = encoded.as_ref().map(|encoded| encoded.archives[number].clone());
-                self.copy_archive(replicator, number, copy.path(number), encoded).await?;
+                let to = copy.path(number);
+                let Some(encoded) = &encoded else {
+                    self.copy_archive(replicator, number, to).await?;
+                    continue;
+                };
+                let bytes = encoded.archives[number].clone();
+                self.write(replicator, to, bytes).await.inspect_err(|error| {
+                    if error.kind() == ErrorKind::Busy {
+                        // The next try uploads the archives whole.
+                        replicator.chains.forget(&self.contributed);
+                    }
+                })?;
             }
         }
         self.wanted_version(replicator).await?;
@@ -201,7 +212,12 @@ impl Upload {
             return Err(Error::new(ErrorKind::Busy, error));
         }
         let progress = committed?;
-        replicator.chains.record(&self.contributed, encoded.as_ref());
+        if is_committed {
+            // How an earlier try, or another daemon, has stored the archives is known only if it is recorded.
+            replicator.chains.forget_other_versions(&self.contributed);
+        } else {
+            replicator.chains.record(&self.contributed, encoded.as_ref());
+        }
         if progress.visible {
             let stored = replicator.local.mark_stored(&placement.key, placement.id).await;
             // Removes the versions that it replaces in the bucket, and the version itself if it was deleted
@@ -217,37 +233,51 @@ impl Upload {
         Ok(progress)
     }
 
-    /// Copies one archive to the bucket, as it is or encoded.
+    /// Copies one archive to the bucket as it is.
+    ///
+    /// A try that was not committed may have stored it as a delta. Only whole archives replace what is there: they can be read
+    /// with each base that the ledger may record.
     async fn copy_archive(
         &self,
         replicator: &BucketReplicator,
         number: usize,
         to: String,
-        encoded: Option<Bytes>,
     ) -> Result<()> {
         let name = self.names[number].clone();
-        let missing = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is gone"));
+        let missing = || Error::new(ErrorKind::Corrupt, format_args!("`{name}` is not in memory"));
         let blob = self.pool.open(&name).map_err(|error| Error::io(&name, error))?;
-        let raw = || blob.ok_or_else(missing)?.blob.bytes().cloned().ok_or_else(missing);
-        let bytes = encoded.map_or_else(raw, Ok)?;
+        let bytes = blob.ok_or_else(missing)?.blob.bytes().cloned().ok_or_else(missing)?;
+        let sent = self.sent.load(Ordering::Relaxed);
+        match self.write(replicator, to.clone(), bytes.clone()).await {
+            Err(error) if error.kind() == ErrorKind::Busy => {
+                let ArchivePlacement { key, id, writer, .. } = &self.contributed.placement;
+                let state = replicator.bucket.state(key).await?;
+                let version = state.versions().find(|version| version.id == *id);
+                if version.is_some_and(|version| version.digest_of(*writer).is_some()) {
+                    return Err(error);
+                }
+                self.sent.store(sent, Ordering::Relaxed);
+                let name = to.clone();
+                replicator.bucket.run_on_volume(move |volume| volume.delete(&name)).await?;
+                self.write(replicator, to, bytes).await
+            }
+            written => written,
+        }
+    }
+
+    /// Writes bytes to the bucket.
+    ///
+    /// # Errors
+    ///
+    /// `Busy` if other bytes have the name.
+    async fn write(&self, replicator: &BucketReplicator, to: String, bytes: Bytes) -> Result<()> {
         let (rate_limiter, sent) = (replicator.rate_limiter.clone(), self.sent.clone());
         let before = move |bytes: u64| {
             rate_limiter.wait(bytes);
             sent.fetch_add(bytes, Ordering::Relaxed);
         };
-        replicator
-            .bucket
-            .run_on_volume(move |volume| {
-                match write_durable(volume, &to, &bytes, &before) {
-                    // A try that was not committed has stored the archive in another way.
-                    Err(error) if error.kind() == ErrorKind::Busy => {
-                        volume.delete(&to)?;
-                        write_durable(volume, &to, &bytes, &before)
-                    }
-                    written => written,
-                }
-            })
-            .await
+        let write = move |volume: &dyn Volume| write_durable(volume, &to, &bytes, &before);
+        replicator.bucket.run_on_volume(write).await
     }
 }
 

@@ -53,7 +53,7 @@ impl Replicas {
 
     /// Returns whether this daemon can send an archive as a difference from one that another daemon has, or will be able to.
     pub(crate) fn has_base(&self, name: &str, base: &str) -> bool {
-        if !self.deltas {
+        if !self.deltas || !self.is_allocated(name) {
             return false;
         }
         if self.encoder.has_base(name, base) {

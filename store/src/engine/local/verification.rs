@@ -3,7 +3,7 @@
 use tssd_format::{Archive, AttrValue, ErrorKind as FormatKind};
 
 use crate::blob::Volume;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::io::local_archive::LocalArchive;
 use crate::ledger::{ArchiveDigest, Version};
 use crate::merge::{
@@ -25,7 +25,14 @@ pub(super) fn merge_archives(
     });
     for (writer, archive) in committed {
         let path = format!("{folder}/{}", archive.name);
-        let Some(LocalArchive { blob, has_checksums, .. }) = volume.open(&path)? else {
+        let opened = match volume.open(&path) {
+            // It is stored as a delta, which is damaged or has no base any more.
+            Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Overtaken) => {
+                return Ok(Err(format!("the archive of writer {writer}: {error}")));
+            }
+            opened => opened?,
+        };
+        let Some(LocalArchive { blob, has_checksums, .. }) = opened else {
             return Ok(Err(format!("the archive of writer {writer} is gone")));
         };
         match Archive::from_blob(blob) {

@@ -67,7 +67,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE", requires = "bucket")]
     bucket_rate: Option<Size>,
     /// Upload one version in this many whole, and the others as deltas of the version before. 1: all whole
-    #[arg(long, value_name = "COUNT", requires = "bucket", default_value = "32")]
+    #[arg(long, value_name = "COUNT", requires = "bucket", default_value = "1")]
     anchor_every: NonZeroU32,
     /// Upload a version whole when the deltas since the last whole one have this size, in percent of a version
     #[arg(long, value_name = "PERCENT", requires = "bucket", default_value = "25",

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use tssd_format::{Blob, ElementWidth, checksum};
@@ -11,7 +10,6 @@ use crate::convert::{to_u64, to_usize};
 use crate::delta::layout::ElementLayout;
 use crate::delta::parts::{ENTRY_BYTES, Entry, MAX_PART_BYTES, PartEncoder};
 use crate::error::{Error, ErrorKind, Result};
-use crate::io::parallel;
 
 /// The last bytes of an archive that is stored as a delta.
 const MAGIC: [u8; 8] = *b"TSSDDLT1";
@@ -24,9 +22,6 @@ const MAX_NAMES_BYTES: u64 = 1 << 20;
 
 /// Maximum number of bases.
 pub(crate) const MAX_BASES: usize = 1024;
-
-/// Raw bytes that one job encodes, at least.
-const JOB_BYTES: usize = 4 * MAX_PART_BYTES;
 
 /// The index of an archive that is stored as a delta.
 #[derive(Debug)]
@@ -121,38 +116,25 @@ impl StoredDelta {
     pub(crate) fn encode(
         layout: &ElementLayout,
         raw: &[u8],
-        read_base: impl Fn(Range<u64>) -> Option<Bytes> + Sync,
+        read_base: impl Fn(Range<u64>) -> Option<Bytes>,
         bases: &[String],
         max_len: u64,
     ) -> Result<Option<Vec<u8>>> {
-        let stored_bytes = AtomicU64::new(0);
-        let encode = |job: Vec<(Range<usize>, ElementWidth)>| {
-            let mut encoder = PartEncoder::new(true)?;
-            for (part, width) in job {
-                let before = encoder.stored.len();
-                let base = read_base(to_u64(part.start)..to_u64(part.end));
-                let Some(base) = base.filter(|base| base.len() == part.len()) else {
-                    return Ok(None);
-                };
-                encoder.push(&raw[part], Some(&base), width)?;
-                let added = to_u64(encoder.stored.len() - before);
-                if stored_bytes.fetch_add(added, Ordering::Relaxed) + added > max_len {
-                    return Ok(None);
-                }
+        // On one thread: the upload goes on in the background, and takes longer than this.
+        let mut encoder = PartEncoder::new(true)?;
+        for (part, width) in parts_of(layout, raw.len()) {
+            let base = read_base(to_u64(part.start)..to_u64(part.end));
+            let Some(base) = base.filter(|base| base.len() == part.len()) else { return Ok(None) };
+            encoder.push(&raw[part], Some(&base), width)?;
+            if to_u64(encoder.stored.len()) > max_len {
+                return Ok(None);
             }
-            Ok::<_, Error>(Some(encoder))
-        };
-        let encoded = parallel::map(jobs(layout, raw.len()), encode)?;
-        let Some(encoded) = encoded.into_iter().collect::<Option<Vec<PartEncoder>>>() else {
-            return Ok(None);
-        };
-        let (mut file, mut index, mut parts) = (Vec::new(), Vec::new(), 0_u32);
-        for mut encoder in encoded {
-            file.append(&mut encoder.stored);
-            for entry in &encoder.entries {
-                entry.write(&mut index);
-                parts += 1;
-            }
+        }
+        let PartEncoder { entries, stored: mut file, .. } = encoder;
+        let (mut index, parts) = (Vec::new(), u32::try_from(entries.len()));
+        let Ok(parts) = parts else { return Ok(None) };
+        for entry in &entries {
+            entry.write(&mut index);
         }
         let names = serde_json::to_vec(bases).expect("strings are JSON");
         if bases.len() > MAX_BASES || to_u64(names.len()) > MAX_NAMES_BYTES {
@@ -179,21 +161,19 @@ impl StoredDelta {
     }
 }
 
-/// Divides an archive into parts, and these into jobs.
-fn jobs(layout: &ElementLayout, len: usize) -> Vec<Vec<(Range<usize>, ElementWidth)>> {
-    let (mut jobs, mut job, mut job_start, mut at) = (Vec::new(), Vec::new(), 0, 0);
-    for (len, width) in layout.widths(to_u64(len)) {
-        let end = at + len;
-        while at < end {
-            let part = at..end.min(at + MAX_PART_BYTES);
-            at = part.end;
-            job.push((part, width));
-            if at - job_start >= JOB_BYTES {
-                jobs.push(std::mem::take(&mut job));
-                job_start = at;
-            }
-        }
-    }
-    jobs.extend(Some(job).filter(|job| !job.is_empty()));
-    jobs
+/// Divides an archive into parts.
+fn parts_of(
+    layout: &ElementLayout,
+    len: usize,
+) -> impl Iterator<Item = (Range<usize>, ElementWidth)> {
+    let mut at = 0;
+    let runs = layout.widths(to_u64(len)).into_iter().map(move |(len, width)| {
+        at += len;
+        (at - len..at, width)
+    });
+    runs.flat_map(|(run, width)| {
+        let end = run.end;
+        let starts = run.step_by(MAX_PART_BYTES);
+        starts.map(move |start| (start..end.min(start + MAX_PART_BYTES), width))
+    })
 }

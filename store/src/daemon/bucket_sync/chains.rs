@@ -25,7 +25,8 @@ const MIN_DELTA_BYTES: u64 = 256 << 10;
 /// Maximum number of contributions that are remembered.
 const MAX_CHAINS: usize = 4096;
 
-/// Which versions a daemon uploads to its bucket whole. The others are uploaded as deltas of the version before.
+/// Which versions a daemon uploads to its bucket whole: by default, all. The others are uploaded as deltas of the version
+/// before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BucketDeltas {
     /// At least one version in this many is uploaded whole. If it is 1, all are.
@@ -36,7 +37,7 @@ pub struct BucketDeltas {
 
 impl Default for BucketDeltas {
     fn default() -> Self {
-        Self { anchor_interval: NonZeroU32::new(32).expect("it is not 0"), max_percent: 25 }
+        Self { anchor_interval: NonZeroU32::MIN, max_percent: 25 }
     }
 }
 

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tssd_format::{StateDict, Tensor, TorchStoreStateDict};
 
-use super::{Bucket, BucketReplicator, UploadOptions};
+use super::{Bucket, BucketDeltas, BucketReplicator, UploadOptions};
 use crate::Store;
 use crate::blob::backend::MemoryVolume;
 use crate::blob::{OpenArchive, Reservation, Volume};
@@ -82,7 +82,10 @@ impl TestDaemon {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("socket");
         let bucket = Bucket { ledgers, volume, url: "s3://test".to_owned() };
-        let options = DaemonOptions::for_socket(&socket, 1 << 28);
+        let bucket_deltas =
+            BucketDeltas { anchor_interval: 32.try_into().unwrap(), ..BucketDeltas::default() };
+        let options =
+            DaemonOptions { bucket_deltas, ..DaemonOptions::for_socket(&socket, 1 << 28) };
         let daemon = Daemon::bind_with_bucket(options, Some(bucket)).await.unwrap();
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(daemon.serve(async { drop(stopped.await) }));

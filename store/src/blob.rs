@@ -15,7 +15,7 @@ use crate::io::local_archive::LocalArchive;
 use crate::ledger::Durability;
 use crate::route::Route;
 
-pub(crate) use self::delta_reader::resolve_deltas;
+pub(crate) use self::delta_reader::open_resolved;
 pub(crate) use self::remote::{RangeCopy, RangeJob, RangeReader, RemoteArchive, VerifyMode};
 pub(crate) use self::verify::{StreamingVerifier, VerifiedChunks};
 

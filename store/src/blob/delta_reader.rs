@@ -29,7 +29,7 @@ const WINDOW: usize = 16;
 /// Maximum bytes of the parts of all deltas of a version that are kept for later reads (256 MiB).
 const MAX_KEPT_BYTES: usize = 256 << 20;
 
-/// Replaces archives that are stored as deltas by readers of the whole archives.
+/// Opens archives. Those that are stored as deltas read as whole archives. Returns `None` if one of them does not exist.
 ///
 /// `open` opens blobs as they are stored. It returns `None` for each blob that does not exist.
 ///
@@ -37,10 +37,19 @@ const MAX_KEPT_BYTES: usize = 256 << 20;
 ///
 /// `Overtaken` if an archive was deleted from which another one is computed; `Corrupt` if a delta is damaged; the errors
 /// of `open`.
-pub(crate) fn resolve_deltas(
+pub(crate) fn open_resolved(
+    names: &[String],
+    open: impl Fn(&[String]) -> Result<Vec<Option<OpenArchive>>>,
+) -> Result<Option<Vec<OpenArchive>>> {
+    let stored: Option<Vec<OpenArchive>> = open(names)?.into_iter().collect();
+    stored.map(|stored| resolve(names, stored, open)).transpose()
+}
+
+/// Replaces archives that are stored as deltas by readers of the whole archives.
+fn resolve(
     names: &[String],
     stored: Vec<OpenArchive>,
-    open: impl FnOnce(&[String]) -> Result<Vec<Option<OpenArchive>>>,
+    open: impl Fn(&[String]) -> Result<Vec<Option<OpenArchive>>>,
 ) -> Result<Vec<OpenArchive>> {
     let mut deltas = BTreeMap::new();
     for (name, archive) in names.iter().zip(&stored) {
@@ -120,7 +129,7 @@ struct StoredRange<'c> {
 }
 
 /// The stored bytes of a range of an archive, and how to compute it.
-struct Pieces<'c> {
+struct ChainRead<'c> {
     chain: &'c Chain,
     range: Range<u64>,
     /// Whether bytes of the anchor are needed.
@@ -198,7 +207,7 @@ impl Link {
     }
 }
 
-impl<'c> Pieces<'c> {
+impl<'c> ChainRead<'c> {
     /// Finds what is needed for a range, and what of it is kept already.
     fn plan(chain: &'c Chain, range: Range<u64>) -> Self {
         let (mut links, mut needs_anchor) = (Vec::new(), true);
@@ -241,7 +250,7 @@ impl<'c> Pieces<'c> {
         missing
     }
 
-    /// Computes the bytes of the range from those that [`Pieces::missing`] has returned.
+    /// Computes the bytes of the range from those that [`ChainRead::missing`] has returned.
     fn compute(mut self, read: Vec<Bytes>) -> Result<Vec<u8>> {
         let (mut read, mut rest) = (read.into_iter(), Bytes::new());
         let mut buffer = match read.next() {
@@ -309,9 +318,9 @@ impl DeltaReader {
         stop: &CancelToken,
     ) -> Result<(Vec<Bytes>, u64)> {
         let plan =
-            |(chain, range): &(&'c Chain, Range<u64>)| Pieces::plan(chain, chain.align(range));
-        let plans: Vec<Pieces<'_>> = ranges.iter().map(plan).collect();
-        let missing: Vec<Vec<StoredRange<'_>>> = plans.iter().map(Pieces::missing).collect();
+            |(chain, range): &(&'c Chain, Range<u64>)| ChainRead::plan(chain, chain.align(range));
+        let plans: Vec<ChainRead<'_>> = ranges.iter().map(plan).collect();
+        let missing: Vec<Vec<StoredRange<'_>>> = plans.iter().map(ChainRead::missing).collect();
         let (mut read, received) = self.read_stored(missing.iter().flatten(), stop)?;
         let mut results = Vec::with_capacity(plans.len());
         for ((plan, missing), (_, range)) in plans.into_iter().zip(&missing).zip(ranges) {
@@ -453,7 +462,7 @@ mod tests {
 
     /// Opens the last one of stored archives.
     fn open_last(stored: &[(String, Vec<u8>)]) -> Result<OpenArchive> {
-        let (name, bytes) = stored.last().unwrap();
+        let (name, _) = stored.last().unwrap();
         let open = |names: &[String]| {
             let open = |name: &String| {
                 let found = stored.iter().find(|(stored, _)| stored == name);
@@ -462,7 +471,7 @@ mod tests {
             Ok(names.iter().map(open).collect())
         };
         let names = [name.clone()];
-        Ok(resolve_deltas(&names, vec![local(bytes.clone())], open)?.remove(0))
+        Ok(open_resolved(&names, open)?.unwrap().remove(0))
     }
 
     fn read(archive: &OpenArchive, range: Range<usize>) -> io::Result<Vec<u8>> {

@@ -270,6 +270,7 @@ mod tests {
 
     use super::*;
     use crate::delta::layout::tests::layout;
+    use crate::net::encoding::tests::bytes_of;
 
     const LEN: usize = 10_000;
     const KEY: &str = "key";
@@ -302,15 +303,6 @@ mod tests {
             }
         }
         history
-    }
-
-    fn bytes_of(file: &[u8], ranges: &[Range]) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        for range in ranges {
-            let len = to_usize(range.1);
-            range.for_each_run(|at| bytes.extend_from_slice(&file[to_usize(at)..][..len]));
-        }
-        bytes
     }
 
     /// Ranges of whole elements of 4 bytes, in any order.

@@ -140,10 +140,8 @@ impl ReadEncoder {
         // Held until the bytes are encoded: its memory may be reused afterwards.
         let held = base_name.and_then(|base| HeldArchive::open(&self.pool, base));
         let raw = raw.clone().into_bytes();
-        let base = held.as_ref().and_then(|base| base.read(ranges)).or_else(|| {
-            let base = self.history.read(blob, base_name?, ranges, &raw)?;
-            Some(base.into())
-        });
+        let base =
+            base_name.and_then(|name| self.read_base(blob, name, held.as_ref(), ranges, &raw));
         if base.is_none() {
             let planes = Encodings { base: None, ..accept.clone() };
             let read = EncodedRead { accept: planes, ..read.clone() };
@@ -164,6 +162,21 @@ impl ReadEncoder {
             self.insert(EncodedRead { accept, ..read.clone() }, encoded.clone());
         }
         Ok(Some(encoded))
+    }
+
+    /// Returns the bytes of ranges of an earlier archive, from its memory or from the differences since then.
+    ///
+    /// `held` is that archive, if it is in memory. `raw` is the bytes of `blob` at the same ranges.
+    pub(crate) fn read_base(
+        &self,
+        blob: &str,
+        base: &str,
+        held: Option<&HeldArchive>,
+        ranges: &[Range],
+        raw: &[u8],
+    ) -> Option<Bytes> {
+        let stored = held.and_then(|held| held.read(ranges));
+        stored.or_else(|| Some(self.history.read(blob, base, ranges, raw)?.into()))
     }
 
     /// Returns whether an archive can be sent as a difference from one that another daemon has.

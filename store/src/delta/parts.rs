@@ -74,6 +74,7 @@ impl Entry {
         Some(Self { raw_len, stored_len, form, width })
     }
 
+    /// Returns the codec of the stored bytes.
     pub(crate) fn codec(&self) -> StorageCodec {
         let codec = match self.form {
             Form::Raw => ChunkCodec::Raw,
@@ -86,7 +87,7 @@ impl Entry {
 
 /// Returns a length as it is written.
 pub(crate) fn to_word(len: usize) -> [u8; 4] {
-    u32::try_from(len).expect("a reply is shorter").to_le_bytes()
+    u32::try_from(len).expect("a part is shorter than 4 GiB").to_le_bytes()
 }
 
 /// Encoder of parts. It appends them to the parts before.

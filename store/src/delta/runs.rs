@@ -28,7 +28,7 @@ pub(crate) fn sort_runs(runs: &mut [Run]) -> bool {
 }
 
 /// Returns the runs that contain bytes of a range. They are in ascending order.
-pub(crate) fn overlapping<'r>(runs: &'r [Run], range: &Range<u64>) -> &'r [Run] {
+fn overlapping<'r>(runs: &'r [Run], range: &Range<u64>) -> &'r [Run] {
     let first = runs.partition_point(|run| run.bytes.end <= range.start);
     let end = runs.partition_point(|run| run.bytes.start < range.end);
     &runs[first.min(end)..end]

@@ -147,7 +147,7 @@ pub(crate) fn decode(encoded: &[u8], base: Option<&[u8]>, target: &mut [u8]) -> 
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -163,7 +163,8 @@ mod tests {
         prop::collection::vec(range.prop_map(|(base, len, loops)| Range(base, len, loops)), 1..4)
     }
 
-    fn bytes_of(file: &[u8], ranges: &[Range]) -> Vec<u8> {
+    /// Returns the bytes of ranges of a file, concatenated.
+    pub(crate) fn bytes_of(file: &[u8], ranges: &[Range]) -> Vec<u8> {
         let mut bytes = Vec::new();
         for range in ranges {
             let len = to_usize(range.1);

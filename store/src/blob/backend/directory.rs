@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tssd_format::{JobChecksums, WriteJob};
 
-use crate::blob::{OpenArchive, Part, Reservation, Volume, resolve_deltas};
+use crate::blob::{OpenArchive, Part, Reservation, Volume, open_resolved};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::disk::{BUFFER_BYTES, Disk, NewFile};
 use crate::io::local_archive::LocalArchive;
@@ -85,10 +85,7 @@ impl Volume for DirectoryVolume {
             let opened = names.iter().map(|name| Ok(open(name)?.map(OpenArchive::Local)));
             opened.collect::<Result<Vec<Option<OpenArchive>>>>()
         };
-        let Some(stored) = open(names)?.into_iter().collect::<Option<Vec<OpenArchive>>>() else {
-            return Ok(None);
-        };
-        resolve_deltas(names, stored, open).map(Some)
+        open_resolved(names, open)
     }
 
     fn delete(&self, name: &str) -> Result<()> {

@@ -13,7 +13,7 @@ use tssd_format::{Blob, MANIFEST_NAME};
 
 use self::fetch::BucketReader;
 use self::upload::{BufferPool, MultipartUpload, SingleUpload};
-use crate::blob::{OpenArchive, RemoteArchive, Reservation, Volume, resolve_deltas};
+use crate::blob::{OpenArchive, RemoteArchive, Reservation, Volume, open_resolved};
 use crate::error::{ErrorKind, Result};
 use crate::io::bucket::{Bucket, optional, retry};
 use crate::io::disk::TEMPORARY_PREFIX;
@@ -215,10 +215,7 @@ impl Volume for ObjectVolume {
                 .map(|archive| archive.map(OpenArchive::Remote))
                 .collect::<Vec<_>>())
         };
-        let Some(stored) = open(names)?.into_iter().collect::<Option<Vec<OpenArchive>>>() else {
-            return Ok(None);
-        };
-        resolve_deltas(names, stored, open).map(Some)
+        open_resolved(names, open)
     }
 
     fn delete(&self, name: &str) -> Result<()> {

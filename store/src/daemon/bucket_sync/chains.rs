@@ -8,7 +8,7 @@ use bytes::Bytes;
 
 use crate::control::CommittedContribution;
 use crate::convert::{to_u64, to_usize};
-use crate::daemon::delta_base::{DeltaBase, HeldArchive};
+use crate::daemon::delta_base::HeldArchive;
 use crate::daemon::read_encoder::ReadEncoder;
 use crate::daemon::replicas::Replicas;
 use crate::delta::stored::{MAX_BASES, StoredDelta};
@@ -149,11 +149,8 @@ impl UploadChains {
         let held = HeldArchive::open(&self.pool, base_name);
         let read_base = |range: std::ops::Range<u64>| {
             let ranges = [Range::contiguous(range.start, range.end - range.start)];
-            let held = held.as_ref().and_then(|held| held.read(&ranges));
-            held.or_else(|| {
-                let raw = &raw[to_usize(range.start)..to_usize(range.end)];
-                Some(encoder.history().read(name, base_name, &ranges, raw)?.into())
-            })
+            let raw = &raw[to_usize(range.start)..to_usize(range.end)];
+            encoder.read_base(name, base_name, held.as_ref(), &ranges, raw)
         };
         StoredDelta::encode(&layout, &raw, read_base, &base.names, max_len)
     }
